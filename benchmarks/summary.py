@@ -34,25 +34,23 @@ def page(found: dict[str, list[dict[str, Any]]]) -> str:
 
 START = """# Performance
 
-These numbers are from two processes on two cores of one CPU, one thread each. The models are small, so that messages
-weigh more than they do in a large model. jaxdist on several GPUs has not been measured.
+These numbers come from two processes on two cores of one CPU, with one thread each. jaxdist has not been measured on
+several GPUs. The models are small, so communication takes a larger share of a step than in a large model.
 
 All variants train the same weights on the same batches in float32 with Adam, and their losses agree. They take turns on
-the same cores; a number is the median of the rounds.
+the same cores. Each number is the median of several rounds.
 """
 END = """## What else to expect
 
-- **The first call compiles**, for 1 to 6 seconds here. torch takes up to one.
-- **A call costs the host** as much as a call of `jax.jit`, and 15 to 70 µs more for 10 to 200 leaves of state.
-- **Level 3 can be faster than level 0.** Each rank updates its part of the parameters only, and where few examples meet
-  a large weight, the examples travel.
-- **BatchNorm over the whole batch** sends a few small messages in each layer, one after the other. That is the price of
-  exact statistics.
-- **Over gloo** a message takes 0.1 ms, over MPI 0.01 ms. Small models want MPI.
+- **The first call compiles**, in 1 to 6 seconds for these models. torch takes up to one second.
+- **Each call** costs the host 15 to 70 µs more than a call of `jax.jit`, for 10 to 200 arrays of state.
+- **Level 3 can be faster than level 0.** Each rank updates only its part of the parameters. If a batch has few examples
+  and a weight is large, the examples are sent instead of the weight.
+- **BatchNorm over the whole batch** sends a few small messages per layer, which exact statistics require.
 
-[All tables](../benchmarks/results/tables.md) have every variant, collectives, the host's share and estimates. To
-measure on your own machine, run `python benchmarks --torch PYTHON`, where PYTHON is an interpreter with torch. For your
-own step, read [it is slow](slow.md).
+[All tables](../benchmarks/results/tables.md) include every variant, ranges, collectives, and estimates. To measure on
+your machine, run `python benchmarks --torch PYTHON`, where PYTHON is an interpreter with torch. For your own step, see
+[it is slow](slow.md).
 """
 
 
@@ -71,24 +69,24 @@ def _steps(found: list[dict[str, Any]]) -> str:
                 slower.append(f"- {report.processor(results)}, {title}: {', '.join(there)}")
     notes = "\n\n".join(f"{report.processor(r)}: {r['note']}" for r in found if "note" in r)
     sizes = ", ".join(f"{name} {m['parameters'] / 1e6:.2g}M" for name, m in first["models"].items())
-    return f"""## The time of a step
+    return f"""## Step time
 
-Milliseconds on an {report.processor(first)}. Level 3 shards parameters and optimizer state, as FSDP2 does.
+Milliseconds per step on an {report.processor(first)}. Level 3 shards parameters and optimizer state, as FSDP2 does.
 
 {report.table(["", *COLUMNS.values()], rows)}
 
 ![Time of a step on two ranks](img/step_time.png)
 
-"JAX by hand" sends all gradients in one buffer. MLP-deep has 100 layers. LeNet writes its convolutions as products of
-patches, LeNet-conv uses XLA's convolutions. Parameters: {sizes}.
+"JAX by hand" sends all gradients in one buffer. MLP-deep has 100 layers. LeNet computes convolutions as matrix
+products, LeNet-conv with XLA's convolutions. Parameters: {sizes}.
 
-Where torch was faster: jaxdist's time as a ratio to torch's (smallest–largest), over MPI unless it says gloo.
+PyTorch was faster in these cases (jaxdist's time divided by PyTorch's, with the range, over MPI unless noted):
 
 {chr(10).join(slower) or "Nowhere."}
 
 {notes}
 
-So measure on your own machine. XLA compiles better code for one processor than for another.
+The result depends on the processor, so measure on your own machine.
 """
 
 
@@ -101,9 +99,9 @@ def _parts(found: list[dict[str, Any]]) -> str:
 
 ![Where the time of a step goes](img/where.png)
 
-*Compute* is the same step on one rank with one rank's batch. *Collectives* includes the wait for the other rank. The
-rest is copies, and what two ranks take from each other: caches and memory. The parts were measured one by one, so they
-may add up to more than the step. Over MPI compute is {compute[0][0]:.0%} ({compute[0][1]}) to {compute[-1][0]:.0%}
+*Compute* is the same step on one rank with that rank's batch. *Collectives* includes waiting for the other rank. The
+rest is copies and contention for memory. Parts were measured separately and need not add up to the step.
+Over MPI, compute is {compute[0][0]:.0%} ({compute[0][1]}) to {compute[-1][0]:.0%}
 ({compute[-1][1]}), and collectives are {collectives[0][0]:.0%} ({collectives[0][1]}) to {collectives[-1][0]:.0%}
 ({collectives[-1][1]}).
 """
@@ -118,9 +116,9 @@ def _memory(found: list[dict[str, Any]]) -> str:
 
 ![Memory by ZeRO level](img/memory.png)
 
-Bytes per parameter that a device keeps between steps ({kind}, {most} devices): {levels}. Levels 1 and 2 keep the
-same. What is counted is what the formulas of the ZeRO paper say. Gradients, activations and messages come on top within
-a step; [`jaxdist plan`](plan.md) forecasts them for your model.
+Bytes per parameter that a device holds between steps ({kind}, {most} devices): {levels}. Levels 1 and 2
+are equal here. Gradients, activations, and messages need additional memory during a step; [`jaxdist plan`](plan.md)
+estimates them for your model.
 """
 
 
@@ -134,7 +132,6 @@ def _scaling(found: list[dict[str, Any]]) -> str:
 
 ![Scaling from one rank to two](img/scaling.png)
 
-With the same batch for each rank (left), two ranks do {between("1 rank: jaxdist")} of what would be ideal, over MPI.
-With the same batch for both together (right), they are {between("1 rank x2: jaxdist")} times as fast as one. The
-smaller the model, the more its messages weigh.
+Over MPI, with a fixed batch per rank (left), two ranks reach {between("1 rank: jaxdist")} of ideal throughput. With a
+fixed total batch (right), they are {between("1 rank x2: jaxdist")} times as fast as one.
 """

@@ -11,7 +11,7 @@ _LONGEST = 10_000  # characters of an exception's message that go to other ranks
 
 
 class JaxdistError(Exception):
-    """The base of this library's own errors; each of them is the error of Python's that a caller would expect, too.
+    """The base class of this library's errors. Each is also a subclass of the built-in that a caller would expect.
 
     Example:
       >>> import jaxdist
@@ -23,7 +23,7 @@ class JaxdistError(Exception):
 
 
 class StepError(JaxdistError, TypeError):
-    """A step can't run on several devices as it stands.
+    """A step cannot run on several devices.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist
@@ -54,7 +54,7 @@ class CheckpointError(JaxdistError, RuntimeError):
 
 
 class DataError(JaxdistError, ValueError):
-    """Data on disk is damaged, or a stream does not go on where a loader's state was taken.
+    """Data on disk is damaged, or a stream does not continue from a loader's state.
 
     Example:
       >>> import tempfile
@@ -69,19 +69,19 @@ class DataError(JaxdistError, ValueError):
 
 
 class SyncError(JaxdistError, RuntimeError):
-    """What should be the same on every rank and device is not; from `jaxdist.check_sync` and ``check_every``."""
+    """State differs between ranks or devices. Raised by `jaxdist.check_sync` and ``check_every``."""
 
     __module__ = "jaxdist"
 
 
 class ControlError(JaxdistError, RuntimeError):
-    """The ranks are not in the same call, one of them is missing, or one of them left."""
+    """Ranks make different calls, or a rank is missing or has left."""
 
     __module__ = "jaxdist"
 
 
 class DonatedError(JaxdistError, RuntimeError):
-    """An array is passed whose memory an earlier call has taken, as `donate=` lets it."""
+    """An argument's memory was taken by an earlier call that donates it."""
 
 
 def message_of(error: object, words: Callable[[object], str] = str) -> str:

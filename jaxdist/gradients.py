@@ -28,29 +28,29 @@ def value_and_grad(
     microbatches: int = 1,
     batch_argnums: int | Sequence[int] | None = None,
 ) -> Callable[P, tuple[R, Any]]:
-    """As ``jax.value_and_grad``, with gradient accumulation: the mean over parts of the batch, one after the other.
+    """Return ``jax.value_and_grad(fun)`` with gradient accumulation: the mean over microbatches, computed one by one.
 
-    In a decorated step the parts' gradients are added up on each device and reduced over the devices once. Microbatch i
-    of k holds the examples ``i::k``, so each device works on its own examples only.
+    In a decorated step, each device adds the gradients of its microbatches, and they are reduced over the devices once.
+    Microbatch i of k contains the examples ``i::k``, so each device keeps its own examples.
 
     Args:
-      fun: ``fun(*args, **kwargs) -> loss``, or ``(loss, aux)`` with `has_aux`. The loss is a mean over the examples: of
-        a sum, or a mean with weights, the mean over microbatches is not that over the whole batch.
-      argnums: argument(s) to differentiate with respect to.
-      has_aux: as in JAX.
-      holomorphic: as in JAX.
-      allow_int: as in JAX.
-      microbatches: the number k of equal parts; 1: JAX's own function. The memory is that of one part. Of `aux`, leaves
-        with one entry an example come back in the batch's order, other integers are summed, other floats averaged.
-      batch_argnums: position(s) of the batch among the arguments, for `microbatches`: arrays whose first dimension is
-        that of the examples. Default: the last argument, if no other one has more entries.
+      fun: ``fun(*args, **kwargs) -> loss``, or ``(loss, aux)`` with `has_aux`. The loss must be a mean over the
+        examples. For a sum or a weighted mean, the mean over microbatches differs from the result for the whole batch.
+      argnums: the arguments to differentiate.
+      has_aux: see `jax.value_and_grad`.
+      holomorphic: see `jax.value_and_grad`.
+      allow_int: see `jax.value_and_grad`.
+      microbatches: the number k of equal parts. Only one part's activations are in memory at a time. In `aux`, leaves
+        with one entry per example are returned in the batch's order, other integers are summed, and other floats are
+        averaged.
+      batch_argnums: the positions of the batch among the arguments. Their first dimension must be the number of
+        examples. The default is the last argument, if no other argument has more entries.
 
     Returns:
-      A function of `fun`'s arguments that returns ``(loss, gradients)`` or ``((loss, aux), gradients)``.
+      A function with the arguments of `fun` that returns ``(loss, gradients)`` or ``((loss, aux), gradients)``.
 
     Raises:
-      ValueError: a batch that can't be divided into `microbatches`, or an argument that is both differentiated and
-        split.
+      ValueError: the batch cannot be divided into `microbatches`, or an argument is both differentiated and split.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist
@@ -117,14 +117,14 @@ def grad(
     allow_int: bool = False,
     **settings: Any,
 ) -> Callable[..., Any]:
-    """As ``jax.grad``, with the settings of `jaxdist.value_and_grad`.
+    """Return ``jax.grad(fun)`` with the settings of `jaxdist.value_and_grad`.
 
     Args:
-      fun: as in `jaxdist.value_and_grad`.
-      argnums: as in JAX.
-      has_aux: as in JAX.
-      holomorphic: as in JAX.
-      allow_int: as in JAX.
+      fun: see `jaxdist.value_and_grad`.
+      argnums: see `jax.grad`.
+      has_aux: see `jax.grad`.
+      holomorphic: see `jax.grad`.
+      allow_int: see `jax.grad`.
       **settings: `microbatches`, `batch_argnums`.
 
     Returns:

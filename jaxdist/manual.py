@@ -17,26 +17,27 @@ R = TypeVar("R")
 
 
 def per_device(fn: Callable[P, R], in_specs: Any, out_specs: Any, *, check_vma: bool = True) -> Callable[P, R]:
-    """Run a function on each device, on that device's part of the arguments.
+    """Run a function on every device, on that device's part of the arguments.
 
-    For what is not "one device with the whole batch": statistics of each device's part (BatchNorm as under PyTorch's
-    DDP), kernels of your own, collectives written by hand (`jax.lax.psum`, `jaxdist.allreduce`), random numbers that
-    differ between devices (``jax.random.fold_in(key, jax.lax.axis_index("data"))``). It is ``jax.shard_map`` over the
-    mesh of the decorated step, or outside one over the mesh of the job. It can be differentiated.
+    Use it for results that differ from a single device: statistics of each device's part (BatchNorm as in PyTorch's
+    DDP), kernels, your own collectives (`jax.lax.psum`, `jaxdist.allreduce`), or different random numbers on each
+    device (``jax.random.fold_in(key, jax.lax.axis_index("data"))``). It is ``jax.shard_map`` over the mesh of the
+    decorated step, or outside a step over the mesh of the job. It is differentiable.
 
     Args:
-      fn: takes and returns one device's arrays, or pytrees of these.
-      in_specs: how each argument is split, as for `jax.shard_map`: ``PartitionSpec("data")`` along its first dimension,
-        ``PartitionSpec()`` not at all. On a mesh of several axes (`jaxdist.parallel`) it may name each of them.
-      out_specs: how the results are put together, likewise.
-      check_vma: as for `jax.shard_map`: let JAX check that what `out_specs` calls the same on every device is. Kernels
-        need False.
+      fn: a function of one device's arrays, or pytrees of them.
+      in_specs: how to split each argument, as in `jax.shard_map`: ``PartitionSpec("data")`` along its first dimension,
+        or ``PartitionSpec()`` for the whole array. On a mesh with several axes (`jaxdist.parallel`), it may name each
+        of them.
+      out_specs: how to join the results.
+      check_vma: see `jax.shard_map`: let JAX check that results which `out_specs` calls identical on all devices are.
+        Kernels need False.
 
     Returns:
       A function of whole arrays.
 
     Raises:
-      ValueError: (when called) a dimension that is to be split and that the devices don't divide.
+      ValueError: (when called) the devices do not divide a dimension to split.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist

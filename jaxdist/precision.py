@@ -31,16 +31,17 @@ class MixedState(NamedTuple):
 
 
 def loss_scale(opt_state: Any) -> jax.Array:
-    """What to multiply the loss by before its gradient is taken, so that small gradients are not 0 in float16.
+    """Return the factor for the loss, so that small gradients do not become 0 in float16.
 
     Args:
-      opt_state: of an optimizer with ``zero(tx, precision=...)``, or a state that has it in it (a ``TrainState``).
+      opt_state: the state of an optimizer with ``zero(tx, precision=...)``, or a state that contains it, such as a
+        ``TrainState``.
 
     Returns:
       A float32 scalar: the scale with ``"fp16"``, 1 with ``"bf16"``. ``tx.update`` divides the gradients by it.
 
     Raises:
-      ValueError: there is no such optimizer's state in it, or more than one.
+      ValueError: `opt_state` does not contain exactly one such state.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist, optax

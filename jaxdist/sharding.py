@@ -37,48 +37,42 @@ def zero(
     offload: bool = False,
     precision: Precision | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """ZeRO: `tx` with its state, the gradients and the parameters in shards over the devices of a decorated step.
+    """Shard the state of `tx`, the gradients, and the parameters over the devices of a decorated step (ZeRO).
 
-    The step's other lines stay as they are, and so does what it computes. Each device keeps and updates one slice of
-    each leaf. Leaves with fewer entries than there are devices stay whole. Work on whole matrices (Muon, Shampoo, SOAP,
-    GaLore) is divided over the devices: each matrix travels to one device and back. Other work that needs a whole value
-    gathers it. Outside a decorated step this is `tx`, and the state has the structure that `tx` gives it
-    (but see `precision`).
+    The rest of the step and its results do not change. Each device keeps and updates one slice of each leaf. Leaves
+    with fewer entries than devices stay whole. Each matrix that an optimizer needs as a whole (Muon, Shampoo, SOAP,
+    GaLore) is sent to one device and back. Other operations that need a whole value gather it. Outside a decorated
+    step, the result behaves like `tx`, and the state has the structure that `tx` gives it, unless `precision` is set.
 
-    Wrap all of the optimizer: what is outside of `zero` in a chain keeps its state whole on each device.
+    Wrap the complete optimizer: state of transformations outside of `zero` stays whole on each device.
 
     Args:
       tx: any optax transformation.
-      level: what is in shards. In parentheses: bytes per parameter on each of N devices (float32, Adam). 0: nothing
-        (16). 1: the optimizer's state (8 + 8/N). 2: the gradients too, which are reduced straight into shards
-        (4 + 12/N). 3: the parameters too (16/N). Each parameter is then gathered where it is used, in the forward and
-        in the backward pass, one layer at a time where ``jax.lax.scan`` runs over the layers. Between steps it stays in
-        shards: see `jaxdist.unshard`.
-      within: which devices share a leaf. None: all. ``"host"``: those of each host. A number: so many in a row. Each
-        group of devices then has all of the leaf (hybrid sharding): gathers stay within a group, and only slices of
-        gradients travel between groups. For slow links between hosts.
-      split: who does work on whole matrices. ``"owners"``: one device for each matrix. ``"slices"``: all devices, on
-        slices where that is possible: for a few matrices so large that one device takes too long. None: the faster one
-        by FLOPs and bytes.
-      offload: keep the arrays of the optimizer's state in the host's memory between steps. A step brings each to its
-        device when its gradient is there, and puts it back, so the state crosses PCIe twice in each step. For a state
-        that does not fit otherwise. It changes nothing on CPU devices, which have one memory.
-      precision: of parameters in 16 bits: ``"bf16"`` or ``"fp16"``. `tx` then updates a float32 copy of them, which is
-        in the optimizer's state (``opt_state.master``, made of what ``tx.init`` is given), and the parameters are the
-        copy, rounded. With ``"fp16"`` the state has a loss scale as well: multiply the loss by `jaxdist.loss_scale`
-        before the gradient is taken; the update divides by it. A step whose gradients are not finite changes nothing
-        and halves the scale, on all devices; 2000 steps in a row that are double it. Works at level 0 and outside a
-        decorated step, too.
+      level: the values to shard, with the bytes per parameter on each of N devices (float32, Adam). 0: nothing (16). 1:
+        the optimizer state (8 + 8/N). 2: the gradients too (4 + 12/N). 3: the parameters too (16/N). Level 3 gathers
+        each parameter where the forward and backward passes use it, one layer at a time under ``jax.lax.scan``. Between
+        steps parameters stay sharded; see `jaxdist.unshard`.
+      within: the devices that share a leaf: all (None), those of each host (``"host"``), or this many in a row. Each
+        group holds the whole leaf (hybrid sharding), so gathers stay within a group and only slices of gradients are
+        sent between groups.
+      split: ``"owners"`` computes each whole matrix on one device. ``"slices"`` uses all devices where possible, for a
+        few very large matrices. None chooses the faster one by FLOPs and bytes.
+      offload: keep the optimizer state in host memory between steps. It crosses PCIe twice per step. No effect on CPUs.
+      precision: ``"bf16"`` or ``"fp16"`` for parameters in 16 bits. `tx` then updates a float32 copy, made from the
+        argument of ``tx.init`` and stored as ``opt_state.master``; the parameters are the copy, rounded. With
+        ``"fp16"``, multiply the loss by `jaxdist.loss_scale` before differentiating; the update divides by it. If
+        gradients are not finite, the step changes nothing and halves the scale on all devices. After 2000 good steps
+        the scale doubles. Works at level 0 and outside decorated steps too.
 
     Returns:
-      A transformation with the states, updates and extra arguments of `tx`; with `precision` its state has the
-      attributes `master`, `inner` (the state of `tx`) and `loss_scale`.
+      A transformation with the states, updates, and extra arguments of `tx`. With `precision`, its state has the
+      attributes `master`, `inner` (the state of `tx`), and `loss_scale`.
 
     Raises:
-      TypeError: `tx` is no gradient transformation, `offload` no bool.
-      ValueError: another level, `within`, `split` or `precision`; `offload` at level 0; (from ``update``) state or
-        gradients that don't belong to the parameters, or parameters of which none is in the 16 bits of `precision`;
-        (when the step is compiled) groups of that size don't divide the devices, or these can't use the host's memory.
+      TypeError: `tx` is not a gradient transformation, or `offload` is not a bool.
+      ValueError: an invalid `level`, `within`, `split`, or `precision`; `offload` at level 0; (from ``update``) state
+        or gradients that do not match the parameters, or no parameter in the 16 bits of `precision`; (at compilation)
+        groups that do not divide the devices, or devices that cannot use host memory.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist, optax
@@ -157,20 +151,20 @@ def _say_that_it_is_outside(ctx: Context | None) -> None:
 
 
 def shard(tree: Any, within: Within = None) -> Any:
-    """Put the leaves of a tree into shards, as `zero` keeps parameters at level 3.
+    """Shard the leaves of a tree, as `zero` shards parameters at level 3.
 
-    For trees that `zero` does not know: a moving average of the parameters, or parameters for an evaluation. Whatever
-    comes in shards, a decorated step keeps in shards. Leaves with fewer entries than there are devices, and leaves that
-    are no arrays of numbers, are whole on each device.
+    Use it for trees that `zero` does not manage, such as a moving average of the parameters. Decorated steps keep
+    sharded leaves sharded. Leaves with fewer entries than devices, and leaves that are not numeric arrays, are whole on
+    each device. Every process must call it.
 
     Args:
-      tree: logical arrays, the same on every process (the root's are taken). In a decorated step: values that may be
-        returned in shards.
-      within: as of `zero`.
+      tree: arrays, the same on every process; rank 0's are used. In a decorated step, values that may be returned
+        sharded.
+      within: see `zero`.
 
     Returns:
-      The tree, with global arrays as leaves; where the devices don't divide the dimension, a `Padded`, which has the
-      shape and dtype of the array and which ``numpy.asarray`` takes. Every process must call it.
+      The tree with global arrays as leaves. If the devices do not divide a dimension, the leaf is a `Padded` with the
+      shape and dtype of the array, which ``numpy.asarray`` accepts.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist
@@ -188,17 +182,17 @@ def shard(tree: Any, within: Within = None) -> Any:
 
 @under_no_mesh
 def unshard(tree: Any) -> Any:
-    """Make plain arrays, whole, on this process, of a state that is in shards.
+    """Return the tree with plain, whole arrays on this process.
 
-    For evaluation outside a decorated step, export and tests. (A decorated function takes shards as they are.) Every
-    process must call it.
+    Use it for evaluation outside a decorated step, for export, and in tests. Decorated functions accept sharded arrays
+    directly. Every process must call it.
 
     Args:
-      tree: of arrays; those that are not on the mesh stay as they are.
+      tree: a pytree of arrays. Arrays that are not on the mesh are returned unchanged.
 
     Returns:
-      The tree, each leaf with its logical shape on this process's first device. They are copies: a step that is given
-      the original may take its memory.
+      The tree, with each leaf in its full shape on this process's first device. The leaves are copies, so they survive
+      if a step takes the memory of the originals.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist

@@ -34,7 +34,7 @@ print(jaxdist.planning.Plan.__name__, jaxdist.data.Loader.__name__, jaxdist.__ve
 
 
 def test_an_import_changes_nothing() -> None:
-    """In JAX, in the environment, in Python's hooks: docs/sharp-bits.md says what `init` does."""
+    """In JAX, in the environment, in Python's hooks: docs/rules.md says what `init` does."""
     out = _run("""
 import os, signal, sys, threading, jax
 hooks = lambda: [sys.excepthook, sys.unraisablehook, sys.exit, threading.excepthook, signal.getsignal(signal.SIGINT)]

@@ -11,7 +11,7 @@ import jaxdist
 
 BATCH, EPOCHS = 96, 20
 
-ctx = jaxdist.init()  # before anything that JAX computes
+ctx = jaxdist.init()  # before any JAX computation
 
 digits = load_digits()  # 1797 images of 8 x 8
 order = np.random.default_rng(0).permutation(1797)[:1728]  # 18 batches of 96

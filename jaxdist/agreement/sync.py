@@ -33,24 +33,24 @@ _ADVICE = (
 @api_boundary
 @under_no_mesh
 def check_sync(tree: Any) -> None:
-    """Raise on every rank unless a tree is the same on all of them.
+    """Raise an error on every rank unless a tree is the same on all of them.
 
-    What is whole on each device (replicated) must have the same bits on every device of every process, so NaN equals
-    NaN and 0.0 differs from -0.0. So must arrays of NumPy, Python's numbers and strings. Of arrays in shards the type
-    and the layout are compared, and the bits of slices that several groups of devices have; of other leaves (functions,
-    objects) the Python type. Only checksums (CRC-32) travel, over the control channel: nothing is gathered. Bytes are
-    read where they lie, at about 2 GB/s a core; arrays of a GPU are copied to the host first.
+    Values that every device holds must have the same bits on every device of every process, so NaN equals NaN and 0.0
+    differs from -0.0. The same holds for NumPy arrays, Python numbers, and strings. For sharded arrays, it compares
+    type, layout, and the bits of slices that several groups of devices hold. For other leaves (functions, objects), it
+    compares the Python type. Only checksums (CRC-32) are sent, over the control channel. Arrays on a GPU are copied to
+    the host first.
 
-    A collective: every process must call it. Waits for the arrays to be computed.
+    Every process must call it. It waits for the arrays to be computed.
 
     Args:
       tree: any pytree.
 
     Raises:
-      SyncError: (on every rank) the tree, a type, a layout or a value differs; names the first such leaf, what differs
-        and on which ranks and devices.
-      ControlError: (on every rank that called it) some rank is in another call, or did not come in time.
-      TypeError: called inside a step that is being traced.
+      SyncError: (on every rank) the trees differ. The message names the first leaf that differs, and the ranks and
+        devices.
+      ControlError: (on every rank that called it) a rank makes a different call, or is missing until the timeout.
+      TypeError: called inside a step.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist

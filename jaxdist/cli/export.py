@@ -7,19 +7,18 @@ import typer
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="Of one step, such as run/checkpoints/100; or all of a run's.")],
-    out: Annotated[Path, typer.Argument(help="The file: .safetensors or .npz.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint like run/checkpoints/100, or a run's directory.")],
+    out: Annotated[Path, typer.Argument(help="The file to write: .safetensors or .npz.")],
     only: Annotated[
         str,
-        typer.Option(help="What is below this name, such as `params`, or `0` of a tuple; the name is left off."),
+        typer.Option(help="Export only the arrays below this name, such as `params`, and drop the name."),
     ] = "",
     rename: Annotated[
         list[str] | None,
-        typer.Option(help=r"OLD=NEW, a regular expression and what to put in its place, such as 'blocks\.=layers.'; "
-                     "several: one after the other."),
+        typer.Option(help=r"OLD=NEW: replace a regular expression in names, like 'blocks\.=layers.'. Repeatable."),
     ] = None,
 ) -> None:  # fmt: skip
-    """Writes the arrays of a checkpoint into one file, by their names: params.layer.kernel."""
+    """Write the arrays of a checkpoint to one file, with names like params.layer.kernel."""
     # Here, not above: `jaxdist run` needs none of it.
     from jaxdist.checkpoint import read_all, write
     from jaxdist.errors import CheckpointError

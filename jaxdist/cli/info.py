@@ -28,8 +28,11 @@ class Check(NamedTuple):
     fix: str = ""
 
 
-def info(as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False) -> None:
-    """Shows ranks, devices, communicator, versions and what is missing. Works as a rank too: srun jaxdist info."""
+def info(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False) -> None:
+    """Show ranks, devices, the communicator, versions, and missing packages.
+
+    It also works as a rank of a job: `srun jaxdist info`.
+    """
     # Here, not above: `jaxdist run` needs none of it.
     from jaxdist.collectives.public import barrier
     from jaxdist.runtime.context import init

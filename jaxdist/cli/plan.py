@@ -15,36 +15,36 @@ from jaxdist.errors import message_of
 def plan(
     what: Annotated[
         str,
-        typer.Argument(metavar="MODULE:FUNCTION", help="Or FILE.py:FUNCTION; it returns (decorated step, *arguments)."),
+        typer.Argument(metavar="MODULE:FUNCTION", help="Or FILE.py:FUNCTION; returns (decorated step, *arguments)."),
     ],
     options: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Arguments of the function.")
+        list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Arguments for the function.")
     ] = None,
     topology: Annotated[
-        str, typer.Option(help="DEVICESxKIND or HOSTSxDEVICESxKIND; kinds: A100-40, A100-80, H100, H200, B200, cpu.")
+        str, typer.Option(help="DEVICESxKIND or HOSTSxDEVICESxKIND. Kinds: A100-40, A100-80, H100, H200, B200, cpu.")
     ] = "8xH100",
-    levels: Annotated[str, typer.Option(help="ZeRO levels to compare, with commas between them.")] = "0,1,2,3",
+    levels: Annotated[str, typer.Option(help="Comma-separated ZeRO levels to compare.")] = "0,1,2,3",
     mesh: Annotated[
         str,
         typer.Option(
             metavar="AXIS=SIZE,...",
-            help="Such as data=8,model=8 (-1 for one at most), the axes of a host last; default: the step's own; auto, "
-            "with --fit: the mesh that takes the least time.",
+            help="Mesh such as data=8,model=8, with the axes within a host last; one size may be -1. Default: the "
+            "step's own mesh. With --fit, auto finds the fastest mesh.",
         ),
     ] = "",
     fitted: Annotated[
         bool,
         typer.Option(
             "--fit",
-            help="Find the level and the groups of devices (all, or those of each host) that fit and take least time.",
+            help="Find the fastest ZeRO level and sharding groups (all devices, or each host) that fit.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of tables.")] = False,
 ) -> None:
-    """Compiles a step for devices that are not here; bytes on a device, collectives, what hides them.
+    """Compile a step for other devices, and print its memory, communication, and time.
 
-    FUNCTION returns `(step, *args)`: what `jaxdist.plan` takes. The arguments may be abstract, as `jax.eval_shape`
-    gives them, so that no array of the model is made; the batch is that of all devices together.
+    FUNCTION returns `(step, *args)`, the arguments of `jaxdist.plan`. The arguments may be shapes from
+    `jax.eval_shape`, so that no array of the model is created. The batch is the batch of all devices.
     """
     import jax
 

@@ -14,14 +14,14 @@ _PARTS = 50  # of a curve, over each of which a running median is taken
 
 
 def plot(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of `jaxdist.run_log`.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders written by `jaxdist.run_log`.")],
     out: Annotated[
-        Path | None, typer.Option(help="The picture (.png, .pdf, .svg); default: metrics.png in the first run.")
+        Path | None, typer.Option(help="Picture to write: .png, .pdf, or .svg (default: metrics.png in the first run).")
     ] = None,
-    metrics: Annotated[str, typer.Option(help="Names with commas between them.")] = "loss",
-    dark: Annotated[bool, typer.Option("--dark", help="On a dark background.")] = False,
+    metrics: Annotated[str, typer.Option(help="Comma-separated names of metrics.")] = "loss",
+    dark: Annotated[bool, typer.Option("--dark", help="Use a dark background.")] = False,
 ) -> None:
-    """Draws metrics, and below them the throughput, by step: faint as logged, in full color the running median."""
+    """Plot metrics and throughput by step, with a running median."""
     from jaxdist.observe.metrics import FILE, entry_of
 
     try:

@@ -24,39 +24,45 @@ _ENOUGH = 6  # such failures in a row
 def run(
     script: Annotated[
         list[str],
-        typer.Argument(metavar="SCRIPT [ARGS]...", help="A .py file, a module (-m) or an executable, with arguments."),
+        typer.Argument(metavar="SCRIPT [ARGS]...", help="A .py file, a module (-m), or an executable, with arguments."),
     ],
-    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as of `python -m`.")] = False,
+    is_module: Annotated[bool, typer.Option("-m", help="Run SCRIPT as a module, like `python -m`.")] = False,
     ranks: Annotated[
         int | None,
-        typer.Option("-n", "--np", min=1, help="Number of processes; default: 1, or all slots of the hosts."),
+        typer.Option("-n", "--np", min=1, help="Number of ranks (default: 1, or all slots of the hosts)."),
     ] = None,
     launcher: Annotated[
-        LauncherName, typer.Option(help="mpirun where it is there, else env: processes of its own on this machine.")
+        LauncherName, typer.Option(help="mpirun, env (jaxdist starts the ranks on this machine), or auto.")
     ] = LauncherName.auto,
-    prefix: Annotated[bool, typer.Option("--prefix", help="Write [rank] before each line.")] = False,
+    prefix: Annotated[bool, typer.Option("--prefix", help="Write the rank before each line of output.")] = False,
     only_rank: Annotated[int | None, typer.Option(min=0, help="Show the output of this rank only.")] = None,
-    hosts: Annotated[str | None, typer.Option(help="host1:slots,host2:slots")] = None,
+    hosts: Annotated[str | None, typer.Option(help="Hosts and the number of ranks on each: node1:4,node2:4.")] = None,
     hostfile: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, help="A host a line: `node1 slots=2`, `node1:2` or `node1`."),
+        typer.Option(exists=True, dir_okay=False, help="A file with one host per line, like `node1 slots=2`."),
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="Start the job again when a rank fails, so many times: from its last checkpoint.")
+        int, typer.Option(min=0, help="Restart the job at most this many times if a rank fails.")
     ] = 0,
     lanes: Annotated[
         int | None,
-        typer.Option(min=1, help="CPU devices of all ranks together: the same bits on as many ranks as divide it."),
+        typer.Option(
+            min=1,
+            help="Number of virtual CPU devices; any number of ranks that divides it gives the same bits.",
+        ),
     ] = None,
     elastic: Annotated[
         bool,
         typer.Option(
             "--elastic",
-            help="Restart without the hosts that don't answer (if all do, with one rank fewer), and later with them.",
+            help="On a restart, skip hosts that do not respond; if all do, use one rank fewer.",
         ),
     ] = False,
 ) -> None:
-    """Runs SCRIPT on N ranks, here or on several hosts. The exit code is that of the first rank that fails."""
+    """Run SCRIPT on several ranks, on this machine or several hosts.
+
+    The exit code is the code of the first rank that fails.
+    """
     try:
         if hosts is not None and hostfile is not None:
             raise ValueError("--hosts and --hostfile both say which hosts: leave one out")

@@ -21,11 +21,11 @@ _STEPS = 3
 
 
 def self_test() -> None:
-    """Tests the installation: takes steps at each ZeRO level and compares them with jax.jit on one device, over each
-    communicator, on two ranks here (on all GPUs if there are).
+    """Test the installation: train at each ZeRO level and compare the result with one device.
 
-    As a rank it tests its job: `jaxdist run --hosts node1:4,node2:4 -m jaxdist test` or `srun jaxdist test`. The exit
-    code is 1 if something is wrong.
+    It uses each communicator, on two ranks or on all GPUs of this machine. As a rank of a job, it tests the job:
+    `jaxdist run --hosts node1:4,node2:4 -m jaxdist test` or `srun jaxdist test`. The exit code is 1 if something is
+    wrong.
     """
     if _in_job():
         raise typer.Exit(as_rank())

@@ -26,28 +26,29 @@ def allreduce(x: Leaf, op: Op = ..., groups: Groups | None = ...) -> jax.Array: 
 @overload
 def allreduce(x: T, op: Op = ..., groups: Groups | None = ...) -> T: ...
 def allreduce(x: Any, op: Op = "sum", groups: Groups | None = None) -> Any:
-    """Everyone's `x`, reduced, for everyone.
+    """Reduce `x` over all ranks; every rank gets the result.
 
-    Every rank must call it, with the same shapes and dtypes; between processes each contributes one `x`, inside a
-    decorated step each device does. float16, bfloat16 and narrower floats are added up in float32 and rounded once.
-    Booleans: sum and max are "or", prod and min are "and".
+    Every rank must call it, with the same shapes and dtypes. Outside a step, each process contributes one `x`. In a
+    decorated step, each device does. float16, bfloat16, and narrower floats are added in float32 and rounded once. For
+    booleans, sum and max mean "or", prod and min mean "and".
 
     Args:
-      x: array, Python number, or pytree of them; any shape; left as it is.
-      op: "sum", "prod", "min", "max" or "avg".
-      groups: ranks that reduce among themselves, as in ``[[0, 1], [2, 3]]``. A rank in no group acts alone: it gets
-        its own `x` back. Default: all ranks.
+      x: array, Python number, or a pytree of them. It is not changed.
+      op: "sum", "prod", "min", "max", or "avg".
+      groups: ranks that reduce among themselves, such as ``[[0, 1], [2, 3]]``. A rank in no group gets its own `x`
+        back. The default is one group of all ranks.
 
     Returns:
-      Of the structure of `x`: JAX arrays of its shapes and dtypes; "avg" of integers and booleans has the dtype that
-      `jnp.mean` gives.
+      JAX arrays with the structure, shapes, and dtypes of `x`. "avg" of integers and booleans has the dtype of
+      `jnp.mean`.
 
     Raises:
-      ValueError: unknown op, bad groups, or another rank made another call: on every rank, and nothing was sent.
-      TypeError: not an array, or the op does not exist for its dtype (min and max of complex numbers).
-      ControlError: a rank did not come within the timeout of `jaxdist.init`; says which.
+      ValueError: `op` or `groups` is invalid, or a rank makes a different call. Every rank gets the error, and nothing
+        was sent.
+      TypeError: a leaf is not an array, or its dtype does not support `op` (min and max of complex numbers).
+      ControlError: a rank is missing until the timeout of `jaxdist.init`. The message names it.
 
-    Differentiable for sum and avg, by `jax.grad` outside `jax.jit`: of the sum of all ranks' results.
+    Differentiable for sum and avg, by `jax.grad` outside `jax.jit`, with respect to the sum of all ranks' results.
 
     Example:
       >>> import jaxdist
@@ -62,20 +63,20 @@ def allgather(x: Leaf, axis: int = ..., groups: Groups | None = ...) -> jax.Arra
 @overload
 def allgather(x: T, axis: int = ..., groups: Groups | None = ...) -> T: ...
 def allgather(x: Any, axis: int = 0, groups: Groups | None = None) -> Any:
-    """Everyone's `x`, joined along an axis in the order of the ranks, for everyone.
+    """Concatenate `x` from all ranks, in rank order; every rank gets the result.
 
     Args:
-      x: array, Python number, or pytree of them; the same shapes on every rank.
-      axis: along which they are joined; negative: from the end. Scalars make a vector.
-      groups: see `allreduce`; the order is that of the ranks in the group.
+      x: array, Python number, or a pytree of them, with the same shapes on every rank.
+      axis: the axis along which to concatenate. Scalars make a vector.
+      groups: see `allreduce`.
 
     Returns:
-      Of the structure of `x`: JAX arrays, `axis` larger by the number of ranks.
+      JAX arrays with the structure of `x`. `axis` is larger by the number of ranks.
 
     Raises:
-      ValueError: no such axis, bad groups, or another rank made another call.
-      TypeError: not an array.
-      ControlError: a rank did not come within the timeout.
+      ValueError: `axis` or `groups` is invalid, or a rank makes a different call.
+      TypeError: a leaf is not an array.
+      ControlError: a rank is missing until the timeout.
 
     Differentiable (see `allreduce`).
 
@@ -92,22 +93,21 @@ def reduce_scatter(x: Leaf, op: Op = ..., axis: int = ..., groups: Groups | None
 @overload
 def reduce_scatter(x: T, op: Op = ..., axis: int = ..., groups: Groups | None = ...) -> T: ...
 def reduce_scatter(x: Any, op: Op = "sum", axis: int = 0, groups: Groups | None = None) -> Any:
-    """Everyone's `x`, reduced; rank i gets the i-th slice of it along an axis.
+    """Reduce `x` over all ranks; rank i gets slice i of the result.
 
     Args:
-      x: array or pytree of arrays; the same shapes on every rank.
+      x: array or pytree of arrays, with the same shapes on every rank.
       op: see `allreduce`.
-      axis: along which the result is sliced; its size must be divisible by the number of ranks.
+      axis: the axis to slice. The number of ranks must divide its size.
       groups: see `allreduce`.
 
     Returns:
-      Of the structure of `x`: JAX arrays, `axis` smaller by the number of ranks.
+      JAX arrays with the structure of `x`. `axis` is smaller by the number of ranks.
 
     Raises:
-      ValueError: a dimension that is not divisible, no such axis, unknown op, bad groups, or another rank made
-        another call.
-      TypeError: not an array, or no such op for its dtype.
-      ControlError: a rank did not come within the timeout.
+      ValueError: `axis`, `op`, or `groups` is invalid, a dimension is not divisible, or a rank makes a different call.
+      TypeError: a leaf is not an array, or its dtype does not support `op`.
+      ControlError: a rank is missing until the timeout.
 
     Differentiable for sum and avg (see `allreduce`).
 
@@ -124,21 +124,21 @@ def broadcast(x: Leaf, root: int = ..., groups: Groups | None = ...) -> jax.Arra
 @overload
 def broadcast(x: T, root: int = ..., groups: Groups | None = ...) -> T: ...
 def broadcast(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
-    """The root's `x`, for everyone.
+    """Return the root's `x` on every rank.
 
     Args:
-      x: array, Python number, or pytree of them; on the others only shapes and dtypes count, and must be the same.
-        (For other objects, and where the others do not know the shape: `Context.broadcast`.)
-      root: the rank; with groups: the position within the group.
+      x: array, Python number, or a pytree of them. Ranks other than the root only need the same shapes and dtypes. For
+        other objects, or if the shapes are not known, use `Context.broadcast`.
+      root: the rank, or the position within the group if there are `groups`.
       groups: see `allreduce`.
 
     Returns:
       The root's `x` as JAX arrays.
 
     Raises:
-      ValueError: no such root, bad groups, or another rank made another call.
-      TypeError: not an array.
-      ControlError: a rank did not come within the timeout.
+      ValueError: `root` or `groups` is invalid, or a rank makes a different call.
+      TypeError: a leaf is not an array.
+      ControlError: a rank is missing until the timeout.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -149,21 +149,21 @@ def broadcast(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
 
 
 def reduce(x: Any, root: int = 0, op: Op = "sum", groups: Groups | None = None) -> Any:
-    """Everyone's `x`, reduced, for the root; the others get their own `x` back.
+    """Reduce `x` over all ranks on the root; other ranks get their own `x` back.
 
     Args:
-      x: array, Python number, or pytree of them; the same shapes on every rank.
-      root: the rank; with groups: the position within the group.
+      x: array, Python number, or a pytree of them, with the same shapes on every rank.
+      root: the rank, or the position within the group if there are `groups`.
       op: see `allreduce`.
       groups: see `allreduce`.
 
     Returns:
-      On the root: see `allreduce`. On the others: `x` as JAX arrays.
+      On the root, the result of `allreduce`. On other ranks, `x` as JAX arrays.
 
     Raises:
-      ValueError: no such root, unknown op, bad groups, or another rank made another call.
-      TypeError: not an array, or no such op for its dtype.
-      ControlError: a rank did not come within the timeout.
+      ValueError: `root`, `op`, or `groups` is invalid, or a rank makes a different call.
+      TypeError: a leaf is not an array, or its dtype does not support `op`.
+      ControlError: a rank is missing until the timeout.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -174,21 +174,21 @@ def reduce(x: Any, root: int = 0, op: Op = "sum", groups: Groups | None = None) 
 
 
 def all_to_all(x: Any, split_axis: int = 0, concat_axis: int = 0, groups: Groups | None = None) -> Any:
-    """Rank i's j-th slice goes to rank j, as its i-th.
+    """Send slice j of `x` on rank i to rank j, as its slice i.
 
     Args:
-      x: array or pytree of arrays; the same shapes on every rank.
-      split_axis: along which `x` is sliced, one slice a rank; must be divisible by the number of ranks.
-      concat_axis: along which the slices that arrive are joined.
+      x: array or pytree of arrays, with the same shapes on every rank.
+      split_axis: the axis to split, with one slice per rank. The number of ranks must divide its size.
+      concat_axis: the axis along which the received slices are joined.
       groups: see `allreduce`.
 
     Returns:
-      Of the structure of `x`: JAX arrays, `split_axis` smaller and `concat_axis` larger by the number of ranks.
+      JAX arrays with the structure of `x`. `split_axis` is smaller and `concat_axis` larger by the number of ranks.
 
     Raises:
-      ValueError: a dimension that is not divisible, no such axis, bad groups, or another rank made another call.
-      TypeError: not an array.
-      ControlError: a rank did not come within the timeout.
+      ValueError: an axis or `groups` is invalid, a dimension is not divisible, or a rank makes a different call.
+      TypeError: a leaf is not an array.
+      ControlError: a rank is missing until the timeout.
 
     Differentiable (see `allreduce`).
 
@@ -201,20 +201,20 @@ def all_to_all(x: Any, split_axis: int = 0, concat_axis: int = 0, groups: Groups
 
 
 def gather(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
-    """Everyone's `x`, joined along the first axis, for the root; the others get their own `x` back.
+    """Concatenate `x` from all ranks along the first axis on the root; other ranks get their own `x` back.
 
     Args:
-      x: array, Python number, or pytree of them; the same shapes on every rank. Scalars make a vector.
-      root: the rank; with groups: the position within the group.
+      x: array, Python number, or a pytree of them, with the same shapes on every rank. Scalars make a vector.
+      root: the rank, or the position within the group if there are `groups`.
       groups: see `allreduce`.
 
     Returns:
-      On the root: JAX arrays, the first axis larger by the number of ranks. On the others: `x` as JAX arrays.
+      On the root, JAX arrays whose first axis is larger by the number of ranks. On other ranks, `x` as JAX arrays.
 
     Raises:
-      ValueError: no such root, bad groups, or another rank made another call.
-      TypeError: not an array.
-      ControlError: a rank did not come within the timeout.
+      ValueError: `root` or `groups` is invalid, or a rank makes a different call.
+      TypeError: a leaf is not an array.
+      ControlError: a rank is missing until the timeout.
 
     Example:
       >>> import jaxdist
@@ -225,21 +225,21 @@ def gather(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
 
 
 def scatter(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
-    """Rank i gets the i-th slice of the root's `x` along the first axis.
+    """Send slice i of the root's `x`, along the first axis, to rank i.
 
     Args:
-      x: array or pytree of arrays, the first dimension divisible by the number of ranks; on the others only shapes
-        and dtypes count, and must be the same.
-      root: the rank; with groups: the position within the group.
+      x: array or pytree of arrays. The number of ranks must divide the first dimension. Ranks other than the root only
+        need the same shapes and dtypes.
+      root: the rank, or the position within the group if there are `groups`.
       groups: see `allreduce`.
 
     Returns:
-      Of the structure of `x`: JAX arrays, the first axis smaller by the number of ranks.
+      JAX arrays with the structure of `x`. The first axis is smaller by the number of ranks.
 
     Raises:
-      ValueError: a dimension that is not divisible, no such root, bad groups, or another rank made another call.
-      TypeError: not an array.
-      ControlError: a rank did not come within the timeout.
+      ValueError: `root` or `groups` is invalid, a dimension is not divisible, or a rank makes a different call.
+      TypeError: a leaf is not an array.
+      ControlError: a rank is missing until the timeout.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -250,11 +250,11 @@ def scatter(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
 
 
 def barrier() -> None:
-    """Wait until every process is here. Inside a step it does nothing: a step is one program on all devices.
+    """Wait until every process makes this call. Inside a step it does nothing.
 
     Raises:
-      ControlError: a rank did not come within the timeout of `jaxdist.init`; says which.
-      ValueError: another rank made another call.
+      ControlError: a rank is missing until the timeout of `jaxdist.init`. The message names it.
+      ValueError: a rank makes a different call.
 
     Example:
       >>> import jaxdist
@@ -265,15 +265,15 @@ def barrier() -> None:
 
 
 def send(x: Any, dst: int) -> None:
-    """Send `x` to another process, which calls `recv`; does not wait for it. Not inside a step.
+    """Send `x` to a process that calls `recv`, without waiting for it. Not allowed inside a step.
 
     Args:
-      x: array, Python number, or pytree of them.
-      dst: the rank.
+      x: array, Python number, or a pytree of them.
+      dst: the receiving rank.
 
     Raises:
-      ValueError: no such rank.
-      TypeError: not an array, or inside a step (use `jax.lax.ppermute`).
+      ValueError: `dst` is invalid.
+      TypeError: a leaf is not an array, or this is inside a step; use `jax.lax.ppermute`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -286,19 +286,19 @@ def send(x: Any, dst: int) -> None:
 
 
 def recv(like: Any, src: int) -> Any:
-    """What another process sends to this one by `send`. Not inside a step.
+    """Receive the arrays that another process passes to `send`. Not allowed inside a step.
 
     Args:
-      like: array, `jax.ShapeDtypeStruct`, Python number, or pytree of them: shapes and dtypes of what comes.
-      src: the rank.
+      like: array, `jax.ShapeDtypeStruct`, Python number, or a pytree of them, with the expected shapes and dtypes.
+      src: the sending rank.
 
     Returns:
-      Of the structure of `like`: JAX arrays.
+      JAX arrays with the structure of `like`.
 
     Raises:
-      ValueError: no such rank, or other shapes or dtypes came (which are dropped), or the sender's call failed.
-      TypeError: inside a step (use `jax.lax.ppermute`).
-      ControlError: nothing came within the timeout.
+      ValueError: `src` is invalid, different shapes or dtypes arrived (they are dropped), or the sender's call failed.
+      TypeError: called inside a step; use `jax.lax.ppermute`.
+      ControlError: nothing arrived until the timeout.
 
     Example:
       >>> import jaxdist, numpy as np

@@ -72,7 +72,7 @@ def default_bucket_bytes(communicator: str | Rules, mesh: Mesh, machine: Machine
 
     Measured on CPU processes (``benchmarks/buckets.py``): a message costs gloo about 0.1 ms and MPI 0.01 ms, and from 1
     MiB a tensor the copy costs more. Between virtual devices of one process it costs little as well. On GPUs XLA's own
-    combiner does it: it merges the reductions without copying them (see ``docs/communication.md``).
+    combiner does it: it merges the reductions without copying them (see ``docs/per-device.md``).
     """
     if not machine.kind.is_cpu:
         return 0

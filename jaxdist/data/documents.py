@@ -31,18 +31,18 @@ _SAMPLES = 64  # documents that are encoded again to see whether a folder is of 
 
 
 def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], split: str | None = "\n") -> Text:
-    """Open the documents of text files, in order. The files stay on disk until a document is read.
+    """Open the documents of text files, in order. A document is read from disk when it is needed.
 
     Args:
-      paths: one file or several, one after the other; UTF-8.
-      split: what stands between two documents, such as ``"\\n"`` or ``"\\n\\n"``; None: each file is one document.
+      paths: one or several UTF-8 files.
+      split: the separator between documents, such as ``"\\n"`` or ``"\\n\\n"``. With None, each file is one document.
         Empty documents are left out.
 
     Returns:
-      An iterable of str, for `jaxdist.data.tokenize`, or as a stream for `jaxdist.loader`.
+      An iterable of strings, for `jaxdist.data.tokenize`, or as a stream for `jaxdist.loader`.
 
     Raises:
-      OSError: a file can't be read.
+      OSError: a file cannot be read.
       ValueError: there are no documents, or `split` is empty; (when it is read) a document is not UTF-8.
 
     Example:
@@ -99,15 +99,15 @@ class Text:
 
 
 class Documents:
-    """Documents of tokens, one after the other in one array, which may lie on disk.
+    """Documents of tokens, one after the other in one array, in memory or on disk.
 
     Args:
-      tokens: integers ``(tokens,)``; a ``np.memmap`` stays on disk.
-      ends: integers ``(documents,)``: where each document ends, ascending; the last one is ``len(tokens)``.
+      tokens: integers with shape ``(tokens,)``. An ``np.memmap`` stays on disk.
+      ends: integers with shape ``(documents,)``: the end of each document, ascending. The last one is ``len(tokens)``.
 
     Raises:
-      TypeError: `tokens` or `ends` are not integers, or not of one dimension.
-      ValueError: `ends` go down, or the last one is not ``len(tokens)``.
+      TypeError: `tokens` or `ends` are not one-dimensional integers.
+      ValueError: `ends` decrease, or the last one is not ``len(tokens)``.
 
     Example:
       >>> import numpy as np
@@ -225,30 +225,31 @@ def tokenize(
     folder: str | os.PathLike[str],
     dtype: Any = np.uint16,
 ) -> Documents:
-    """Write the tokens of documents to a folder, once; a folder that exists is opened.
+    """Write the tokens of documents to a folder once. If the folder exists, open it.
 
-    In a job of several processes each calls it with the same arguments. The root writes, the others wait for it. The
-    folder must be one that all hosts see.
+    With several processes, each calls it with the same arguments. The root writes, and the others wait. All hosts must
+    see the folder.
 
-    An existing folder must have been made of the same documents in the same way. Compared are the bytes of text files
-    (samples, if there is more than a GiB) or of a list, the number of other documents, and the tokens of up to 64
-    documents, the first and the last among them. Its tokens are compared with their digests when they are first read.
+    An existing folder must come from the same documents and encoding. The comparison covers the bytes of text files
+    (samples above one GiB) or of a list, the number of other documents, and the tokens of up to 64 documents, including
+    the first and last. Tokens are compared with their digests when they are first read.
 
     Args:
-      documents: `jaxdist.data.text_files`, a list, a Hugging Face data set, or another iterable that can be read again.
-      encode: returns a document's tokens, with one for its end if the model is to see one: ``str.encode`` for bytes.
-      folder: where to write: ``tokens.npy`` and ``ends.npy``, which NumPy reads.
-      dtype: type of the tokens on disk: ``uint16`` up to 65,535.
+      documents: `jaxdist.data.text_files`, a list, a Hugging Face data set, or any iterable that can be read again.
+      encode: a function that returns a document's tokens, including an end token if you want one. ``str.encode`` gives
+        bytes.
+      folder: the folder for ``tokens.npy`` and ``ends.npy``, which NumPy can read.
+      dtype: the type of the tokens on disk; ``uint16`` holds values up to 65,535.
 
     Returns:
       `Documents`, which stay on disk.
 
     Raises:
-      ValueError: (on every rank) a token does not fit `dtype`, there are no documents, or the folder was made of other
-        documents or in another way.
+      ValueError: (on every rank) a token does not fit `dtype`, there are no documents, or the folder comes from
+        different documents or a different encoding.
       DataError: (on every rank) the folder is damaged.
-      TypeError: (on every rank) `documents` can be read only once, as a generator.
-      OSError: (on every rank) the folder can't be written, or another host does not see it.
+      TypeError: (on every rank) `documents` can be read only once, like a generator.
+      OSError: (on every rank) the folder cannot be written, or a host does not see it.
 
     Example:
       >>> import tempfile

@@ -30,27 +30,27 @@ _checked: weakref.WeakSet[Any] = weakref.WeakSet()
 def evaluate(step: Callable[..., Any], *arguments: Any) -> Any:
     """Add up the results of a decorated step over batches: ``evaluate(step, *state, batches)``.
 
-    The step returns sums and counts over the examples of a batch; their quotients are then exact means over the data
-    set, for any number of ranks and any batch size. Sums are added in float64, integers without overflow. The host
-    runs up to 32 batches ahead of the device.
+    The step returns sums and counts over the examples of a batch. Their quotients are exact means over the data set,
+    for any number of ranks and any batch size. Sums are added in float64, integers without overflow. The host runs up
+    to 32 batches ahead of the device.
 
-    Every process calls it. With a `jaxdist.loader` it goes over one whole epoch. With ``tail="keep"`` the last batch is
-    smaller. With ``tail="pad"`` the step's last argument is ``(batch, weight)``, and the first time the step is called
-    twice more, on two halves of the examples, to see that its sums heed the weight.
+    Every process calls it. A `jaxdist.loader` is read for one whole epoch. With ``tail="keep"``, the last batch is
+    smaller. With ``tail="pad"``, the step's last argument is ``(batch, weight)``. The step is then called twice more on
+    the first batch, on two halves of the examples, to check that its sums use the weight.
 
     Args:
-      step: ``(*state, batch) -> sums``, decorated with `jaxdist.data_parallel` or `jaxdist.parallel`; `sums` is a
-        pytree of arrays of 32 bits or more, typically a dict. On one process ``jax.jit(step)`` works, too.
-      *arguments: arguments of the step, with a loader or another iterable of batches, of equal number on every rank,
-        instead of the batch, which comes last.
+      step: a function ``(*state, batch) -> sums`` decorated with `jaxdist.data_parallel` or `jaxdist.parallel`. `sums`
+        is a pytree of arrays of 32 bits or more. In one process, ``jax.jit(step)`` works too.
+      *arguments: the arguments of the step, with a loader or an iterable of batches as the last one. Every rank must
+        have the same number of batches.
 
     Returns:
-      A pytree with the structure of `sums`, the same on every rank: Python numbers for scalars, else numpy arrays.
+      A pytree with the structure of `sums`, the same on every rank: Python numbers for scalars, NumPy arrays otherwise.
 
     Raises:
-      ValueError: (on every rank) there is no batch; or the step does not return sums of all ranks, but one entry per
-        example, 16 bits, or means (noticed with ``tail="pad"``).
-      ControlError: (on every rank) a rank has more batches than another.
+      ValueError: (on every rank) there are no batches, or the step returns one entry per example, 16 bits, or means
+        (detected with ``tail="pad"``) instead of sums.
+      ControlError: (on every rank) the ranks have different numbers of batches.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist, numpy as np
@@ -159,16 +159,16 @@ def _check_weight(step: Callable[..., Any], state: list[Any], batch: Any, sums: 
 
 
 def gather_for_metrics(tree: Any, weight: Any, mesh: Mesh | Sizes | None = None) -> Any:
-    """Gather the values that a step computed for the real examples of all ranks; every process calls it.
+    """Gather the values that a step computed for the real examples of all ranks. Every process calls it.
 
     Args:
-      tree: arrays with one entry per example, as a decorated step returns them (global), or this process's own.
-      weight: the weight of a loader with ``tail="pad"``, or as the step returned it.
+      tree: arrays with one entry per example, as a decorated step returns them, or this process's own.
+      weight: the weight of a loader with ``tail="pad"``, or the weight that the step returned.
       mesh: the mesh of the loader.
 
     Returns:
-      A pytree with the structure of `tree`, on every process: numpy arrays, without the entries of weight 0. Over an
-      epoch each example of the data set is in them once.
+      A pytree of NumPy arrays with the structure of `tree`, on every process, without the entries of weight 0. Over an
+      epoch, it contains each example once.
 
     Raises:
       ValueError: an array does not have one entry per example.

@@ -40,45 +40,46 @@ def loader(
     prefetch: int = 2,
     mesh: Mesh | Sizes | None = None,
 ) -> Loader:
-    """Read this rank's batches of a data set; every process makes the same loader.
+    """Read this rank's batches of a data set. Every process makes the same loader.
 
-    An epoch is one order of all examples, the same for any number of ranks: step g takes the next ``batch_size * size``
-    of them, and rank r the r-th part of these (but see `mesh`). Every rank makes the same number of steps. Each ``for``
-    loop is the next epoch, in a different order.
+    An epoch is one order of all examples, independent of the number of ranks. Step g takes the next ``batch_size *
+    size`` examples, and rank r takes the r-th part of them (see also `mesh`). Every rank takes the same number of
+    steps. Each ``for`` loop runs the next epoch, in a different order.
 
     Args:
-      source: all of the data, on every rank. Arrays with one entry per example, or a dict or tuple (of any depth) of
-        them; or a list of examples, a grain source or ``MapDataset``, or anything else with ``__len__`` and
-        ``__getitem__``. An example is a pytree of arrays and numbers. Or a stream: a grain ``IterDataset``, another
-        iterable that can be read again (such as a Hugging Face ``IterableDataset``), or a function of the epoch that
-        returns one. Each rank reads the whole stream and keeps its own examples.
-      batch_size: examples per process and step: ``256 // ctx.size`` for 256 in all. They are divided over the process's
-        devices. In lanes: examples per lane and step, ``256 // ctx.parts()[1]``.
-      shuffle: True: an order given by seed and epoch; False: the source's order. A stream is shuffled in windows of
-        this many examples, which each process holds in memory: ``shuffle=10_000``.
-      seed: seed of the order, and of a random `transform`.
-      tail: what to do with the examples at the end of an epoch that do not fill a batch on every rank. ``"drop"`` them.
-        ``"keep"``: the last batch is smaller, and a decorated step computes what one device would with these examples
-        alone. (In several processes the parts have equal length and know how many examples are real: pass them to the
-        step unchanged.) ``"pad"`` with examples from the epoch's start: each step yields ``(batch, weight)``, where
-        `weight` is float32, 1 per example and 0 for those that were added. Means with it are exact, ``jnp.sum(losses *
-        weight) / jnp.sum(weight)``; see `gather_for_metrics`.
-      transform: ``example -> example``, or ``(example, rng) -> example`` with a ``numpy.random.Generator`` that is
-        different for each example and epoch.
-      workers: processes that read and transform; 0: this one does. Each gets a copy of source and transform by pickle.
-      prefetch: batches (per worker) to read ahead in the background; 0: none.
-      mesh: the mesh of `jaxdist.parallel`, on which processes that differ only along other axes than data read the same
-        examples (see `Context.parts`: ``256 // ctx.parts(mesh)[1]`` for 256 in all); default: each reads its own.
+      source: the complete data set, on every rank: arrays with one entry per example, or a dict or tuple of them at any
+        depth; or a list, a grain source or ``MapDataset``, or any object with ``__len__`` and ``__getitem__``. An
+        example is a pytree of arrays and numbers. Or a stream: a grain ``IterDataset``, an iterable that can be read
+        again, such as a Hugging Face ``IterableDataset``, or a function of the epoch that returns one. Each rank reads
+        the whole stream and keeps its own examples.
+      batch_size: examples per process and step, such as ``256 // ctx.size``. They are divided over the process's
+        devices. With lanes, examples per lane and step: ``256 // ctx.parts()[1]``.
+      shuffle: True for an order that depends on seed and epoch, False for the source's order. A stream is shuffled in
+        windows of this many examples, which each process holds in memory: ``shuffle=10_000``.
+      seed: the seed of the order and of a random `transform`.
+      tail: how to treat the last examples of an epoch if they do not fill a batch on every rank. ``"drop"`` leaves them
+        out. ``"keep"`` yields a smaller last batch, for which a decorated step computes the result of one device with
+        these examples. (With several processes, the parts have equal length and know which examples are real, so pass
+        them to the step unchanged.) ``"pad"`` fills the batch from the epoch's start and yields ``(batch, weight)``,
+        where `weight` is float32, 1 for real examples and 0 for padding. Means like ``jnp.sum(losses * weight) /
+        jnp.sum(weight)`` are exact; see also `gather_for_metrics`.
+      transform: ``example -> example``, or ``(example, rng) -> example`` with a ``numpy.random.Generator`` that differs
+        for each example and epoch.
+      workers: the number of processes that read and transform; with 0, this process does. Each gets a pickled copy of
+        source and transform.
+      prefetch: the number of batches (per worker) to read ahead; 0 disables it.
+      mesh: the mesh of `jaxdist.parallel`. Processes that differ only along axes other than data then read the same
+        examples; use ``256 // ctx.parts(mesh)[1]`` as `batch_size`. By default, each process reads its own examples.
 
     Returns:
       A `Loader`.
 
     Raises:
-      ValueError: (on every rank) a bad setting, an empty source, leaves of different lengths, fewer examples than one
-        batch of all ranks with ``tail="drop"``, or ranks whose sources or settings differ.
-      TypeError: the source is none of these, or a stream that can be read only once.
+      ValueError: (on every rank) a setting is invalid, the source is empty, its arrays have different lengths, it has
+        fewer examples than one batch of all ranks with ``tail="drop"``, or the ranks' sources or settings differ.
+      TypeError: the source has an unsupported type, or is a stream that can be read only once.
       ImportError: (on every rank) grain is not installed.
-      ControlError: a rank did not make the call within the timeout of `jaxdist.init`.
+      ControlError: a rank does not make the call before the timeout of `jaxdist.init`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -94,9 +95,9 @@ def loader(
 
 
 class Loader:
-    """Iterates over one epoch in each loop; made by `loader`.
+    """Iterate over one epoch in each loop. Made by `loader`.
 
-    Its state is the place where the next batch begins; batches that were read ahead do not count.
+    The state is the position of the next batch. Batches that were read ahead do not count.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -193,7 +194,9 @@ class Loader:
                 self._agree("loader's stream", lambda said=said: said)
 
     def peek(self) -> Any:
-        """Return the next batch without moving, for its shapes say. (``next(iter(loader))`` begins an epoch.)
+        """Return the next batch without advancing.
+
+        ``next(iter(loader))`` would begin an epoch.
 
         Example:
           >>> import jaxdist, numpy as np
@@ -206,13 +209,13 @@ class Loader:
         return self._peeked[0].batch
 
     def get_state(self) -> State:
-        """Return the place of the next batch, for a checkpoint: a small dict for JSON, the same on every rank.
+        """Return the position of the next batch as a small dict for JSON or a checkpoint, the same on every rank.
 
-        It counts examples of the whole job, so that any number of ranks can continue from it. For a stream ``"stream"``
-        has the state of grain's iterators as text, and a digest of the next example.
+        It counts examples of the whole job, so any number of ranks can continue from it. For a stream, ``"stream"`` has
+        the state of grain's iterators as text and a digest of the next example.
 
         Returns:
-          Epoch, examples of it that are done, and the settings that must be the same when it is restored.
+          The epoch, the number of examples done, and the settings that must not change.
 
         Example:
           >>> import jaxdist, numpy as np
@@ -226,16 +229,16 @@ class Loader:
         return {"epoch": at.epoch, "position": at.position} | reader.fixed | inner
 
     def set_state(self, state: State) -> None:
-        """Continue where `get_state` was called: the next loop is the rest of that epoch. Every rank calls it.
+        """Continue at the position of `get_state`; the next loop is the rest of that epoch. Every rank calls it.
 
-        The number of ranks, `batch_size`, `tail`, `workers` and `prefetch` may have changed.
+        The number of ranks, `batch_size`, `tail`, `workers`, and `prefetch` may have changed.
 
         Args:
-          state: the state of a loader of the same data set, seed and shuffle.
+          state: the state of a loader with the same data set, seed, and shuffle.
 
         Raises:
-          ValueError: (on every rank) it is of another data set, seed or shuffle, or not the same on all ranks.
-          DataError: the stream does not go on with the example that came next when the state was taken.
+          ValueError: (on every rank) the data set, seed, or shuffle differ, or the ranks pass different states.
+          DataError: the stream does not continue with the expected example.
 
         Example:
           >>> import jaxdist, numpy as np

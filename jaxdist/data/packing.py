@@ -11,27 +11,25 @@ from jaxdist.data.documents import Documents
 
 
 def packed(documents: Documents, length: int, *, split: bool = True, seed: int | None = None) -> Packed:
-    """Rows of `length` tokens that are filled with documents: a source for `jaxdist.loader`.
+    """Pack documents into rows of `length` tokens, as a source for `jaxdist.loader`.
 
-    Which documents are in a row follows from their lengths alone, so that a row is read by itself: each rank reads its
-    own rows, in any order, and goes on from any of them.
+    The documents in a row depend only on their lengths, so each rank can read its own rows, in any order.
 
     Args:
-      documents: of tokens.
-      length: of a row.
-      split: whether a document that does not fit goes on in the next row: no padding but in the last row. False: a
-        document is in one row, where it is not longer than that, and rows are filled up with zeros; a longer one is
-        cut into rows.
-      seed: of an order of the documents before they are packed, so that neighbours in a file are not in one row; None:
-        as they are. (The loader's `shuffle` orders the rows.)
+      documents: the documents of tokens.
+      length: the number of tokens in a row.
+      split: whether a document may continue in the next row, so that only the last row has padding. With False, a
+        document stays in one row if it fits, and rows are padded with zeros. A longer document is cut.
+      seed: the seed of the order of documents before packing, so that neighbors in a file end up in different rows.
+        With None, the order does not change. (The loader's `shuffle` orders the rows.)
 
     Returns:
-      A source: a row is a dict of int32 arrays ``(length,)``: ``tokens``; ``tokens_segment_ids``, 1 for the first
-      document in the row, 2 for the next one, 0 for padding; ``tokens_positions``, of a token within its document in
-      the row. (The names are those of grain's packing.)
+      A source. A row is a dict of int32 arrays ``(length,)``: ``tokens``; ``tokens_segment_ids``, numbered from 1
+      within the row, 0 for padding; and ``tokens_positions``, the position of a token within its document in the row.
+      The names are those that grain's packing uses.
 
     Raises:
-      ValueError: `length` is not positive, there are no tokens, or one does not fit int32.
+      ValueError: `length` is not positive, there are no tokens, or a token does not fit int32.
 
     Example:
       >>> import numpy as np

@@ -38,37 +38,36 @@ def spawn(
     prefix: bool = False,
     only_rank: int | None = None,
 ) -> list[T]:
-    """Run ``fn(*args, **kwargs)`` on n ranks of this machine, and return what each of them returns.
+    """Run ``fn(*args, **kwargs)`` on n ranks of this machine, and return the results of all ranks.
 
-    Each rank is a fresh process, which joins the job (`jaxdist.init`) before it calls the function; this process may
-    have used JAX before, and stays out of the job. The function may be one of a notebook or of the script that runs:
-    it is sent with what it refers to. What belongs to a module is imported by the ranks, with this process's
-    ``sys.path``. Settings of ``jax.config`` and the environment are those of this process.
+    Each rank is a new process, which joins the job (`jaxdist.init`) before it calls the function. This process may have
+    used JAX before and is not a rank. The function can be defined in a notebook or in the running script; it is sent
+    with the objects that it uses. Modules are imported by the ranks, with this process's ``sys.path``. The ranks use
+    the settings of ``jax.config`` and the environment of this process.
 
-    What the ranks print appears here, line by line, while they run. Ctrl-C, or a notebook's stop button, ends all of
-    them, and so does the end of this process, whatever ends it.
+    The ranks' output appears here, line by line. Ctrl-C, a notebook's stop button, and the end of this process end all
+    ranks.
 
     Args:
-      fn: called on every rank; `jaxdist.get_context` says there which one it is.
-      n: number of ranks. Each takes a GPU, where there are any.
-      args: of the function. Arrays of JAX are arrays of JAX there.
-      kwargs: of the function.
-      communicator: how arrays move. For "mpi" the ranks are started by mpirun.
-      timeout: as of `jaxdist.init`.
+      fn: the function. It can call `jaxdist.get_context` for its rank.
+      n: the number of ranks. Each uses one GPU if there are GPUs.
+      args: arguments of the function. JAX arrays arrive as JAX arrays.
+      kwargs: keyword arguments of the function.
+      communicator: how arrays are sent. For "mpi", mpirun starts the ranks.
+      timeout: see `jaxdist.init`.
       prefix: write the rank before each line.
       only_rank: show the output of this rank only.
 
     Returns:
-      The results in the order of the ranks. Arrays of JAX come back as NumPy arrays, so that this process need not
-      start JAX, which on a GPU would take the memory of the next ranks. Let all but the root return None where results
-      are large.
+      The results in rank order. JAX arrays are returned as NumPy arrays, so that this process does not start JAX and
+      reserve GPU memory that the next ranks need. If results are large, return None on all ranks except the root.
 
     Raises:
-      Exception: what the function raised on the rank that failed first, with that rank and its traceback in a note.
-      RuntimeError: a rank ended without an exception, or with one that can't be sent; this process is a rank of a job
-        itself, or this is not its main thread.
-      TypeError: the function, or something it refers to, can't be sent.
-      ValueError: arguments that do not go together; no room for so many ranks.
+      Exception: the exception of the rank that failed first, with the rank and its traceback in a note.
+      RuntimeError: a rank ended without an exception, or with one that cannot be sent; or this process is a rank of a
+        job, or this is not its main thread.
+      TypeError: the function, or an object that it uses, cannot be sent.
+      ValueError: the arguments contradict each other, or the machine has no room for this many ranks.
 
     Example:
       >>> import jaxdist

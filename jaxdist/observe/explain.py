@@ -34,17 +34,17 @@ class Explanation:
 
 
 def explain(step: Callable[..., Any], *args: Any, verbose: bool = False, **kwargs: Any) -> Explanation:
-    """Say what a step moves between devices; nothing is sent or compiled, and no arrays are needed.
+    """List the communication of a step. Nothing is sent or compiled, and no arrays are needed.
 
-    Reductions of gradients and losses are what data parallelism is. What couples examples otherwise (a similarity
-    matrix, a sort, a shuffle) moves activations, or is computed by every device. The text has the bytes of each mesh
-    axis, and of the largest ones the operation, your line, and what would avoid it.
+    Reductions of gradients and losses belong to data parallelism. Other operations across examples (a similarity
+    matrix, a sort, a shuffle) send activations, or run on every device. The text shows the bytes per mesh axis, and for
+    the largest ones the operation, your line, and how to avoid them.
 
     Args:
-      step: decorated, or a plain step, which is decorated with the defaults.
-      *args: as of the step; `jax.ShapeDtypeStruct` will do.
-      verbose: say all that moves, the leaves that the model axis cuts, and what other ways to run would cost.
-      **kwargs: likewise.
+      step: a decorated step, or a plain step, which is decorated with the defaults.
+      *args: arguments of the step; `jax.ShapeDtypeStruct` works.
+      verbose: list everything, including the leaves that the model axis cuts and the cost of the alternatives.
+      **kwargs: keyword arguments of the step.
 
     Returns:
       An `Explanation`; ``print`` it.

@@ -152,29 +152,29 @@ def run_log(
     tokens_per_step: float | None = None,
     sinks: Sequence[Sink] = (),
 ) -> RunLog:
-    """Log a training run: metrics into ``path/metrics.jsonl``, progress on the root's standard error.
+    """Log metrics to ``path/metrics.jsonl``, and progress to the root's standard error.
 
-    Every rank calls it; only the root writes. Nothing waits for the device before the end of the ``with`` block. Each
-    line of the file is a JSON object with ``step``, ``time`` (seconds since 1970, when the step ended), the metrics,
-    and ``examples_per_s`` and ``tokens_per_s`` since the previous step. NaN and infinities, which JSON does not have,
-    are strings that Python's ``float`` takes.
+    Every rank calls it; only the root writes. Logging does not wait for the device before the end of the ``with``
+    block. Each line is a JSON object with ``step``, ``time`` (the end of the step, in seconds since 1970), the metrics,
+    and ``examples_per_s`` and ``tokens_per_s`` since the previous step. NaN and infinities are strings that ``float``
+    accepts.
 
-    A run that starts again at step k replaces the lines from step k on. Lines that a crash has damaged are dropped with
-    a warning. The file as it was stays beside it, as ``metrics.jsonl.bak``.
+    If a run restarts at step k, it replaces the lines from step k on. Damaged lines are dropped with a warning. The
+    previous file is kept as ``metrics.jsonl.bak``.
 
     Args:
-      path: a folder; created if it is missing.
-      total: steps of the whole run, for the time left.
-      examples_per_step: of all devices together.
-      tokens_per_step: of all devices together.
-      sinks: functions ``f(step, metrics)`` that the root calls as well. One that raises is dropped, with a warning.
+      path: the folder. It is created if necessary.
+      total: the number of steps of the run, to estimate the remaining time.
+      examples_per_step: the number of examples per step, on all devices.
+      tokens_per_step: the number of tokens per step, on all devices.
+      sinks: functions ``f(step, metrics)`` that the root also calls. If one raises, it is dropped with a warning.
 
     Returns:
-      The log, ``log(step, loss=...)``; for a ``with`` block, whose end writes what is left.
+      The log, for a ``with`` block. Call ``log(step, loss=...)``.
 
     Raises:
-      OSError: the root can't write there (on every rank).
-      TypeError: `sinks` is no list of functions.
+      OSError: (on every rank) the root cannot write the file.
+      TypeError: `sinks` is not a list of functions.
 
     Example:
       >>> import jaxdist, json, tempfile

@@ -26,22 +26,22 @@ Trace = tuple[float, dict[Collective, list[list[float]]]]
 
 @contextlib.contextmanager
 def profile(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Trace what the devices of every rank do, and print a table of what takes their time on the root.
+    """Trace the devices of every rank, and print a table of where their time goes on the root.
 
-    Every rank enters and leaves it, and waits there for its devices; rank r writes into ``path/rank{r}``. TensorBoard
-    reads that (with its plugin tensorboard-plugin-profile), https://ui.perfetto.dev the ``perfetto_trace.json.gz``
-    inside. Run the step once before, or its compilation is in the trace.
+    Every rank enters and leaves it, and waits for its devices. Rank r writes to ``path/rank{r}``, for TensorBoard (with
+    tensorboard-plugin-profile) or, with the ``perfetto_trace.json.gz`` inside, for https://ui.perfetto.dev. Run the
+    step once before; otherwise the trace contains its compilation.
 
-    The table is of the time that the devices are busy: the share of computing, of each collective by mesh axis, with
-    the line that computes what it moves, and of waiting in collectives for slower devices. Collectives outside a step
-    that go through MPI are no compiled programs, so they are not counted.
+    The table splits the busy time of the devices into computation, each collective by mesh axis with the line of code
+    that causes it, and waiting in collectives for slower devices. It does not count collectives outside a step over
+    MPI.
 
     Args:
-      path: a folder; created if it is missing.
+      path: the folder. It is created if necessary.
 
     Raises:
-      OSError: some rank can't write there (on every rank).
-      RuntimeError: a profile is under way already.
+      OSError: (on every rank) a rank cannot write its files.
+      RuntimeError: a profile is already running.
 
     Example:
       >>> import jax, jaxdist, tempfile

@@ -13,19 +13,19 @@ Rule = Callable[[Mapping[str, Any], rules.Shapes, rules.Shapes], str | None]
 
 
 def register(primitive: Primitive | str, rule: str | Rule) -> None:
-    """Say what a primitive does to the dimensions of its operands, so that it runs on slices of the batch.
+    """Describe how a primitive treats the dimensions of its operands, so that it runs on slices of the batch.
 
-    A decorated step computes an operation that it knows nothing about whole on every device (and says so). A kernel
-    that treats each example alone, or is a contraction, need not be: one line tells.
+    By default, every device computes an unknown operation as a whole, and a message says so. Describe kernels that
+    treat each example separately, or that are contractions.
 
     Args:
-      primitive: or its name.
-      rule: as `numpy.einsum` describes an operation, ``"operands->results"``, with ``.`` for a dimension that is needed
-        whole: a letter that no result has is summed over. Or ``rule(params, shapes of the operands, shapes of the
-        results)``, which returns such a description, or None: computed whole.
+      primitive: the primitive, or its name.
+      rule: a description like `numpy.einsum`'s, ``"operands->results"``. Use ``.`` for a dimension that must not be
+        split. A letter that occurs in no result is summed over. Or a function ``rule(params, shapes of the operands,
+        shapes of the results)`` that returns such a description, or None to compute the whole operation.
 
     Raises:
-      ValueError: a rule that is no such description.
+      ValueError: the description is invalid.
 
     Example:
       >>> from jaxdist.placements import register

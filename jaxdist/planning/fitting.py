@@ -29,31 +29,30 @@ def fit(
     levels: Sequence[int] = LEVELS,
     mesh: Sizes | Literal["auto"] | None = None,
 ) -> Plan:
-    """Find the ZeRO level and the groups of devices with which a step fits the memory and takes the least time.
+    """Find the ZeRO level and sharding groups with which a step fits in memory and takes the least time.
 
-    The step is compiled at each level, for state in shards over all devices and, with several hosts of several devices,
-    for ``within="host"``: at most seven programs, and the step as it is written. ``mesh="auto"`` finds the mesh too,
-    among those that divide the batch and keep the model and sequence axes within a host. Then only candidates that may
-    be the best are compiled, at most ten; `why` says if others are left.
+    The step is compiled as written, and at each level for state sharded over all devices and, with several hosts of
+    several devices, for ``within="host"``: at most seven programs. ``mesh="auto"`` also finds the mesh, among meshes
+    that divide the batch and keep the model and sequence axes within a host. Then only the most promising candidates
+    are compiled, at most ten; `why` says if others are left.
 
-    The estimated time of a step orders the candidates and is not what you will measure: FLOPs at a part of the data
-    sheet's speed, the state, read and written once at the full speed of the memory, and messages at the full speed of
-    the links, without those that the schedule hides. Without a schedule (see `plan`) no message counts as hidden, which
-    penalizes candidates that send more.
+    Candidates are ordered by estimated time, which differs from a measured time: FLOPs at a share of the data sheet's
+    rate, one read and one write of the state, and messages at full link speed, except those that the schedule overlaps.
+    Without a schedule (see `plan`), no message counts as overlapped, which penalizes candidates that communicate more.
 
     Args:
       step: a step decorated with `jaxdist.data_parallel` or `jaxdist.parallel`.
-      *args: arguments of the step, as for `plan`.
-      topology: the devices, as for `plan`.
+      *args: arguments of the step, see `plan`.
+      topology: the devices, see `plan`.
       levels: ZeRO levels to try.
-      mesh: the sizes of the axes, as for `jaxdist.parallel`; "auto": find the best ones; None: the step's own.
+      mesh: the sizes of the axes, as for `jaxdist.parallel`; "auto" to find the best; None for the step's own mesh.
 
     Returns:
-      The candidates: ``print`` them, or take `chosen` (None: nothing fits), its ``code``, and ``to_json()``.
+      The candidates. ``print`` them, or use `chosen` (None if nothing fits), its ``code``, and ``to_json()``.
 
     Raises:
       TypeError: `step` is not a decorated step.
-      ValueError: there is no such topology or level, or the devices can't form the mesh.
+      ValueError: the topology or a level is invalid, or the devices cannot form the mesh.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist, optax

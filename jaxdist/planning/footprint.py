@@ -60,15 +60,15 @@ class Memory:
 
 
 def memory(tree: Any, compiled: Any = None) -> Memory:
-    """Bytes on each device of a state, by kind: the entries or attributes of the tree's root.
+    """Measure the bytes of a state on each device, for each entry or attribute of the tree's root.
 
     Args:
       tree: a pytree of arrays, such as a state that a decorated step returned.
-      compiled: the step, ``step.lower(*args).compile()``, for XLA's own figures: arguments, results that don't take the
-        arguments' place, and temporaries (gradients, activations, buffers of messages).
+      compiled: the step, ``step.lower(*args).compile()``, to add XLA's figures: arguments, results that do not reuse
+        their memory, and temporary memory (gradients, activations, message buffers).
 
     Returns:
-      A table; ``print`` it, or take its `rows` and `total`.
+      A table. ``print`` it, or use its `rows` and `total`.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist

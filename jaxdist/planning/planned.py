@@ -17,37 +17,36 @@ def plan(
     levels: Sequence[int] = LEVELS,
     mesh: Sizes | None = None,
 ) -> Plan:
-    """Compile a decorated step for devices that are not here, and count its bytes and collectives.
+    """Compile a decorated step for other devices, and count its bytes and collectives.
 
-    No array is made and nothing is sent, so a model of any size can be planned. With `jax[cuda12]` installed (no GPU
-    needed) the program is the one that the GPUs would run. Without it the step is compiled for as many virtual CPU
-    devices: the state's bytes and the collectives are about the same, temporaries are those of a different compiler,
-    and overlap is unknown.
+    No array is created and nothing is sent, so models of any size can be planned. With `jax[cuda12]` installed, the
+    program is the one that GPUs would run; no GPU is needed. Otherwise the step is compiled for virtual CPU devices:
+    the bytes of the state and the collectives are about the same, temporary memory is estimated by a different
+    compiler, and overlap is unknown.
 
-    The bytes on a device are its arguments as they are kept, results that do not take an argument's place, and XLA's
-    temporaries (gradients, activations, gathered parameters, buffers). "fits" compares them with the memory that JAX
-    takes: three quarters of a GPU's, unless ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise.
+    The bytes on a device are arguments as stored between steps, results that do not reuse their memory, and XLA's
+    temporary memory (gradients, activations, gathered parameters, buffers). "fits" compares them with the memory that
+    JAX reserves: three quarters of a GPU, unless ``XLA_PYTHON_CLIENT_MEM_FRACTION`` is set.
 
-    A collective counts as overlapped if a kernel on more than scalars runs between its start and its end. Its time is
-    for its bytes in a ring at the full speed of the slowest link, and a latency: less than you will measure.
+    A collective counts as overlapped if a kernel on more than scalars runs between its start and its end. Its time
+    assumes a ring at the full speed of the slowest link, plus a latency, so real times are longer.
 
     Args:
       step: a step decorated with `jaxdist.data_parallel` or `jaxdist.parallel`.
-      *args: arguments of the step: arrays, or pytrees of `jax.ShapeDtypeStruct` as `jax.eval_shape` gives them. The
-        batch is the global one: the examples of all devices together.
-      topology: ``"8xH100"``: devices of one host; ``"8x8xH100"``: hosts, and devices of each. Kinds: A100-40, A100-80,
-        H100, H200, B200, cpu. Numbers of the kind may be changed, as by ``JAXDIST_MACHINE``:
-        ``"8x8xH100,network=25e9"``.
-      levels: ZeRO levels to compare with the step's own. A step without `jaxdist.zero` has no other.
-      mesh: the sizes of the axes, as for `jaxdist.parallel`; default: the step's own. Neighboring devices, which are on
-        one host, differ in the last axis.
+      *args: arguments of the step: arrays, or pytrees of `jax.ShapeDtypeStruct` from `jax.eval_shape`. The batch has
+        the examples of all devices.
+      topology: ``"8xH100"`` for the devices of one host, or ``"8x8xH100"`` for hosts and devices of each. Kinds:
+        A100-40, A100-80, H100, H200, B200, cpu. Append speeds to change them: ``"8x8xH100,network=25e9"``.
+      levels: ZeRO levels to compare with the step's own. A step without `jaxdist.zero` has only its own.
+      mesh: the sizes of the axes, as for `jaxdist.parallel`. The default is the step's own. Neighboring devices, which
+        are on one host, differ in the last axis.
 
     Returns:
-      The plan: ``print`` it, or take its `candidates`, `own` and ``to_json()``. Sizes in bytes, times in seconds.
+      The plan. ``print`` it, or use its `candidates`, `own`, and ``to_json()``. Sizes are in bytes, times in seconds.
 
     Raises:
       TypeError: `step` is not a decorated step.
-      ValueError: there is no such topology or level, an empty batch, or the devices can't form the mesh.
+      ValueError: the topology or a level is invalid, the batch is empty, or the devices cannot form the mesh.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist, optax

@@ -37,26 +37,26 @@ T = TypeVar("T")
 
 
 class Context:
-    """The job as this process sees it; made by `init`.
+    """The job as this process sees it. Made by `init`.
 
     Attributes:
-      rank: this process, 0 to size - 1.
-      size: number of processes.
-      local_rank: index among the processes of this host.
-      local_size: number of processes on this host.
+      rank: this process, from 0 to size - 1.
+      size: the number of processes.
+      local_rank: the index among the processes of this host.
+      local_size: the number of processes on this host.
       root_rank: 0, the rank that prints and writes.
-      is_root: whether this is it.
-      num_devices: the data-parallel width: devices of all processes.
-      devices: those devices, in rank order.
-      hosts: of each rank, the name of its host.
-      mesh: over them, with the one axis "data".
-      communicator: "xla", "mpi", or "lanes": "xla" with sums in one order.
-      kind: of its devices: what they compute and send in a second.
-      rules: a communicator of the user's own, for steps; None: there is none.
-      timeout: seconds that a collective waits for ranks that do not come, before the job ends with an error.
+      is_root: whether this process is the root.
+      num_devices: the number of devices of all processes.
+      devices: all devices, in rank order.
+      hosts: the host name of each rank.
+      mesh: the mesh over all devices, with one axis, "data".
+      communicator: "xla", "mpi", or "lanes" ("xla" with sums in a fixed order).
+      kind: the speeds of the devices.
+      rules: a user's own communicator for steps, or None.
+      timeout: seconds that a collective waits for missing ranks before the job ends with an error.
       connector: how the processes found each other.
-      control: the channel beside the training.
-      watchdog: knows how far this process is with each step, and asks the others.
+      control: the control channel.
+      watchdog: tracks this process's steps, and asks the other ranks about theirs.
 
     Example:
       >>> import jaxdist
@@ -122,16 +122,16 @@ class Context:
         return {name: tuple(map(int, np.unique(k))) for name, k in zip(made.axis_names, at, strict=True)}
 
     def parts(self, mesh: Mesh | Sizes | None = None) -> tuple[tuple[int, ...], int]:
-        """The parts of a batch that this process passes, one after the other, and the number of parts of a batch.
+        """Return the parts of a batch that this process passes, and the number of parts.
 
-        Processes with the same place on the axis of data pass the same part. In lanes a part is a lane's, and a process
-        passes that of each of its lanes; else it passes one. `jaxdist.loader` goes by it.
+        Processes with the same position on the data axis pass the same part. With lanes, a part belongs to a lane, and
+        a process passes the parts of all its lanes. `jaxdist.loader` reads these parts.
 
         Args:
-          mesh: as for `jaxdist.parallel`; default: that of `jaxdist.data_parallel`, on which each process has its own.
+          mesh: see `jaxdist.parallel`. The default is the mesh of `jaxdist.data_parallel`, with one part per process.
 
         Raises:
-          ValueError: the job's devices don't make such a mesh.
+          ValueError: the devices of the job cannot form the mesh.
 
         Example:
           >>> import jaxdist, numpy as np
@@ -143,13 +143,13 @@ class Context:
         return passed[self.rank], len(set().union(*passed))
 
     def barrier(self, timeout: float | None = None) -> None:
-        """Wait until every process is here.
+        """Wait until every process makes this call.
 
         Args:
-          timeout: seconds; default: that of `init`.
+          timeout: seconds to wait. The default is the timeout of `init`.
 
         Raises:
-          ControlError: some rank did not come in time, is in another call, or has left.
+          ControlError: a rank is missing, makes a different call, or has left.
 
         Example:
           >>> import jaxdist
@@ -158,22 +158,20 @@ class Context:
         self.control.barrier(self.timeout if timeout is None else timeout)
 
     def broadcast(self, tree_or_object: Any, root: int = 0) -> Any:
-        """The root's value on every process.
+        """Return the root's value on every process.
 
         Args:
-          tree_or_object: on the root: any picklable object, or a pytree of arrays. Elsewhere
-            ignored, unless the root's tree holds things that can't be pickled: then its structure
-            is used.
-          root: the rank whose value it is.
+          tree_or_object: on the root, any picklable object or a pytree of arrays. On other ranks it is ignored, unless
+            the root's tree contains objects that cannot be pickled; then its structure is used.
+          root: the rank whose value is returned.
 
         Returns:
-          The value. Arrays have the root's dtypes and shapes, jax arrays are on this process's
-          default device.
+          The value. Arrays have the root's dtypes and shapes, and JAX arrays are on this process's default device.
 
         Raises:
-          ControlError: a rank makes another call, names another root, has left, or did not come within the timeout
+          ControlError: a rank makes a different call, names a different root, has left, or is missing until the timeout
             of `init`.
-          TypeError: the value can't be sent.
+          TypeError: the value cannot be sent.
 
         Example:
           >>> import jaxdist
@@ -212,33 +210,31 @@ def init(
     size: int | None = None,
     lanes: int | None = None,
 ) -> Context:
-    """Join the job; before any JAX computation.
+    """Join the job. Call it before any JAX computation.
 
     Args:
-      connector: how processes find each other: "mpi", "slurm", "env://", "tcp://host:port",
-        "local", an object of the `Connector` protocol, or "auto": JAXDIST_CONNECTOR, else the
-        launcher that is there.
-      communicator: how arrays move: "xla", "mpi", or "auto": JAXDIST_COMMUNICATOR, else "mpi"
-        between CPU processes of an MPI job that have mpi4jax, "xla" otherwise. Or one of your own, for the
-        collectives of steps: a table of lowering rules, beside "xla".
-      timeout: seconds to wait for ranks that do not come: here, and later in each collective and each call of a
-        step; then the job ends with an error that names them. Default: JAXDIST_TIMEOUT, else 300.
-      rank: for tcp:// and env://, instead of RANK.
-      size: for tcp:// and env://, instead of WORLD_SIZE.
-      lanes: CPU devices of all processes together, of which there may be from one to as many: the bits of what steps
-        return depend on this number, and not on that of the processes. Default: JAXDIST_LANES, else a device for each
-        process.
+      connector: how processes find each other: "mpi", "slurm", "env://", "tcp://host:port", "local", an object with the
+        `Connector` protocol, or "auto" for JAXDIST_CONNECTOR or the launcher that is detected.
+      communicator: how arrays are sent: "xla", "mpi", or "auto" for JAXDIST_COMMUNICATOR, "mpi" between CPU processes
+        of an MPI job with mpi4jax, and "xla" otherwise. A table of lowering rules for the collectives of steps also
+        works.
+      timeout: seconds to wait for missing ranks, here and in each later collective and call of a step, before the job
+        ends with an error that names them. The default is JAXDIST_TIMEOUT, or 300.
+      rank: the rank, for tcp:// and env://, instead of RANK.
+      size: the number of ranks, for tcp:// and env://, instead of WORLD_SIZE.
+      lanes: the number of virtual CPU devices of the job. The bits that steps return depend on this number instead of
+        the number of processes, which must divide it. The default is JAXDIST_LANES, or one device per process.
 
     Returns:
-      The context; a second call returns the same one.
+      The context. A second call returns the same one.
 
     Raises:
-      RuntimeError: a JAX backend was already in use by one of several processes, or `init` was
-        called before with other arguments.
-      ValueError: unknown connector or communicator, missing variables, too few GPUs, a timeout of no length, lanes
-        that can't be.
-      ImportError: MPI is asked for and not installed; with the command.
-      TimeoutError: not everyone came; says who, or which address was not reached.
+      RuntimeError: one of several processes has already used a JAX backend, or `init` was called before with different
+        arguments.
+      ValueError: the connector or communicator is unknown, variables or GPUs are missing, or `timeout` or `lanes` is
+        invalid.
+      ImportError: MPI was requested and is not installed. The message has the command that installs it.
+      TimeoutError: a rank is missing. The message names it, or the address that was not reached.
 
     Example:
       >>> import jaxdist
@@ -298,7 +294,7 @@ def started() -> Context | None:
 
 
 def get_context() -> Context:
-    """The context that `init` made; made with defaults on first need.
+    """Return the context from `init`, which is called with its defaults if necessary.
 
     Returns:
       The context.

@@ -58,64 +58,61 @@ def data_parallel(
 ) -> Any:
     """Run a pure train step, written for one device, on every device of the job.
 
-    The decorated step returns what ``jax.jit(step)`` returns on one device with the whole batch, up to the rounding of
-    floating-point sums: every leaf, for every pure step. Inside the step ``x.shape[0]`` is the size of the whole batch,
-    and a mean is over all examples. Each device computes its part of the examples; what couples them (a gradient, the
-    statistics of BatchNorm, a similarity matrix) moves between the devices.
+    The decorated step returns the same result that ``jax.jit(step)`` returns on one device with the whole batch, up to
+    the rounding of floating-point sums. Inside the step, ``x.shape[0]`` is the size of the whole batch, and a mean
+    covers all examples. Each device computes its part of the examples. Operations across examples (a gradient,
+    BatchNorm, a similarity matrix) send data between devices.
 
-    * Each process passes its own part of the batch: arrays of any kind and of the same shapes on all ranks, which are
-      put together in rank order. An array that is global already is taken as it is. Where the devices don't divide the
-      examples, the last devices have fewer.
-    * All other arguments are state: any number of pytrees. A part of the result that has the structure, shapes and
-      types of a state argument is kept on the devices as that is. State that is not on the devices yet is taken from
-      the root rank. State that the step does not return must be the same on every rank. A leaf that is no array is a
-      constant of the program.
-    * Results are global arrays: the state as it is kept, and other values whole, or split over the devices where they
-      have an entry per example.
+    * Each process passes its own part of the batch, with the same shapes on all ranks. The parts are joined in rank
+      order. A global array is used unchanged. If the devices do not divide the examples, the last devices have fewer.
+    * All other arguments are state: any number of pytrees. If a part of the result has the structure, shapes, and
+      dtypes of a state argument, it is stored on the devices like that argument. State that is not on the devices yet
+      is taken from rank 0. State that the step does not return must be the same on every rank. Leaves that are not
+      arrays are constants.
+    * Results are global arrays. Values with one entry per example may be split over the devices.
 
-    An axis that the step names, as code for `jax.pmap` does with ``lax.pmean(x, "batch")``, has size one inside it, so
-    such code is right as it is. Code for each device goes into `jaxdist.per_device`. Under `jax.grad`, or in another
-    decorated step, it is the plain step.
+    An axis that the step names, as code for `jax.pmap` does with ``lax.pmean(x, "batch")``, has size one. Use
+    `jaxdist.per_device` for code that runs on each device. Inside `jax.grad` or a different decorated step, the
+    decorated step runs undecorated.
 
     Args:
-      step: ``(*state, batch) -> result``, pure, jit-compatible.
-      batch_argnums: which arguments are the batch: positions, names, or paths of a part of one (``"state.images"``,
-        ``"data['x']"``); ``()`` for none. Arrays in it are split, each along its first dimension; numbers, arrays
-        without a dimension and single keys are one for all. Default: the last argument whose arrays all have one
-        length, and of whose structure, shapes and types the step returns nothing; and every other argument of that
-        length. If there is none, the last one that has one length, or is not returned. What an earlier step, `restore`
-        or `shard` has made is state. In one process this does not change the result. In several the values that the
-        ranks pass to the first call are compared, and if they speak against it, that is an error.
-      static_argnums: arguments that are constants of the program, as of `jax.jit`.
-      static_argnames: the same, by name.
-      donate_argnums: arguments of state whose memory the results may take, as of `jax.jit`: what a call has taken can't
-        be used afterwards. What you pass to the first call is copied to the devices, and stays usable.
-      donate_argnames: the same, by name.
-      donate: the same for all state that the step returns: for each argument of whose structure, shapes and types the
-        result has as many parts as there are arguments. Not for a single number.
-      check_finite: after each call look for NaN and infinity in the result (and what `jaxdist.check_finite` names
-        inside the step) and raise, on every rank, naming the first such leaf. Waits for the step to end; the state is
-        not donated, so that the one given is still there after the error.
-      check_every: every so many calls compare what each device holds in full, bit for bit, over all devices and ranks,
-        as `jaxdist.check_sync` does, and raise on every rank if it differs. Waits for that step to end. 0: never.
-      bucket_bytes: gradients of one dtype travel together in messages of about so many bytes; a larger one travels
-        alone. 0: each travels alone. Default: 1 MiB between CPU processes, 256 KiB between the devices of one, and 0 on
-        GPUs, where XLA joins the messages.
-      compress: ``"bf16"`` or ``"fp16"``: wider floating gradients are cast to it on the wire, half the bytes of
-        float32. Between CPU processes each device's part is rounded, the parts are added in float32 and their sum is
-        rounded again: a relative error of at most 2**-8 (bf16; 2**-10 fp16) of the sum of the parts' magnitudes. On
-        GPUs NCCL rounds each partial sum as well. The optimizer sees the gradient's own dtype. Losses, aux values,
-        statistics of the batch and collectives of your own are not compressed.
-      mesh: the devices to use, one axis named ``"data"``; default: all of the job.
+      step: a function ``(*state, batch) -> result``, pure and jit-compatible.
+      batch_argnums: the arguments that are the batch: positions, names, or paths to parts of an argument
+        (``"state.images"``, ``"data['x']"``); ``()`` for no batch. Arrays in them are split along their first
+        dimension. Numbers, arrays without dimensions, and single keys are not split. By default, the batch is the last
+        argument whose arrays all have one length and whose structure, shapes, and dtypes do not occur in the result,
+        plus every other argument of that length. If no argument qualifies, it is the last one that has one length or is
+        not returned. Results of an earlier step, `restore`, or `shard` are state. In one process the choice does not
+        change the result. With several, the ranks compare the values at the first call and raise an error if they
+        contradict the choice.
+      static_argnums: arguments that are constants of the program, as in `jax.jit`.
+      static_argnames: names of such arguments.
+      donate_argnums: state arguments whose memory the results may reuse, as in `jax.jit`. They cannot be used after the
+        call. Arrays that are copied to the devices for the call stay usable.
+      donate_argnames: names of such arguments.
+      donate: donate every state argument whose structure, shapes, and dtypes occur in the result as often as among the
+        arguments, except single numbers.
+      check_finite: after each call, raise an error on every rank if the result (or a value passed to
+        `jaxdist.check_finite`) has a NaN or an infinity. Each call waits for the step, and state is not donated.
+      check_every: compare values that every device holds, bit for bit, every this many calls, like
+        `jaxdist.check_sync`; 0 disables it. Waits for that step.
+      bucket_bytes: combine gradients of one dtype into messages of about this size; 0 sends each separately. The
+        default is 1 MiB between CPU processes, 256 KiB between the devices of one process, and 0 on GPUs, where XLA
+        combines them.
+      compress: ``"bf16"`` or ``"fp16"`` to send wider gradients in 16 bits. Between CPU processes, each device's part
+        is rounded, parts are added in float32, and the sum is rounded: the relative error is at most 2**-8 (bf16) or
+        2**-10 (fp16) of the sum of the parts' magnitudes. On GPUs, NCCL also rounds partial sums. Nothing else is
+        compressed.
+      mesh: the devices to use, with one axis named ``"data"``. The default is all devices of the job.
 
     Returns:
-      A function of the same arguments. Its methods ``lower``, ``trace``, ``eval_shape`` and ``clear_cache`` are those
-      of what ``jax.jit`` returns.
+      A function with the same arguments. It has the methods ``lower``, ``trace``, ``eval_shape``, and ``clear_cache``
+      of a function from ``jax.jit``.
 
     Raises:
-      ValueError: (on every rank) a batch that can't be divided over the devices, or ranks whose arguments differ.
-      StepError: (when first called) an operation that is not possible on several devices.
-      RuntimeError: an argument's memory was taken by an earlier call; see `donate`.
+      ValueError: (on every rank) the batch cannot be divided over the devices, or the ranks' arguments differ.
+      StepError: (at the first call) an operation cannot run on several devices.
+      RuntimeError: an earlier call took an argument's memory; see `donate`.
       FloatingPointError: see `check_finite`.
       SyncError: see `check_every`.
 
@@ -167,34 +164,33 @@ def parallel(
     layouts: Mapping[str, int | None] | None = None,
     **options: Unpack[Options],
 ) -> Any:
-    """`data_parallel` on a mesh of several axes, which divide the batch, the model and sequences.
+    """Run a step as `data_parallel` does, on a mesh with several axes that divide the batch, the model, and sequences.
 
-    What an axis does follows from its name:
+    The name of an axis determines what it divides:
 
     * ``"data"`` splits the batch along its first dimension.
-    * ``"sequence"`` splits the batch along its second dimension, where that is at least as long as the axis.
-    * ``"model"`` cuts the leaves of the state along the dimensions in `layouts`, or along those that jaxdist finds: in
-      a transformer the heads of the attention and the hidden layer of each feed-forward network.
+    * ``"sequence"`` splits the batch along its second dimension, if that is at least as long as the axis.
+    * ``"model"`` cuts the leaves of the state along the dimensions in `layouts`, or along dimensions that jaxdist
+      finds: in a transformer, the heads of the attention and the hidden layer of each feed-forward network.
 
-    A leaf that comes cut already stays so. Where the devices don't divide a dimension its end is padded.
+    A leaf that is already cut stays cut. If the devices do not divide a dimension, its end is padded.
 
     Args:
-      step: as for `data_parallel`.
-      mesh: the sizes of the axes, of which one may be -1, for the devices that are left. Neighbouring devices differ in
-        the last axis, as in JAX. Or a mesh with these names. Or "auto": the first call (or `lower` or `explain` before
-        it, which every rank then calls) takes the mesh that `jaxdist.planning.fit` ranks first for these arguments on
-        these devices, without a compilation, and later calls keep it. If a leaf of the state lies in slices on a mesh,
-        that one is taken. With "auto" each process passes its own part of the batch, as for `data_parallel`.
-      layouts: regular expressions, each with the dimension that the model axis cuts, or None for whole. An expression
-        is searched for in the name of a leaf of the state (``"params['w']"``), and the first that is found counts. All
-        other leaves are whole. Default: a search, before the first call, for the dimensions that cost least in bytes
-        sent, work and memory; `explain` lists them. If leaves come cut by the model axis, the others follow these.
+      step: see `data_parallel`.
+      mesh: the sizes of the axes, one of which may be -1 for the remaining devices, or a `jax.sharding.Mesh` with these
+        names. Neighboring devices differ in the last axis. With ``"auto"``, the first call (or `lower` or `explain`, on
+        every rank) uses the mesh that `jaxdist.planning.fit` ranks first for these arguments, without compiling the
+        others, or the mesh of state that is sharded already. Each process then passes its own part of the batch.
+      layouts: regular expressions and the dimension that the model axis cuts, or None for no cut. The first expression
+        that is found in the name of a leaf of the state (``"params['w']"``) applies. Other leaves are whole. By
+        default, jaxdist searches for the cheapest dimensions before the first call, and `explain` lists them. If some
+        leaves are already cut by the model axis, the others follow them.
       options: all other arguments of `data_parallel`.
 
     Raises:
-      TypeError: an unknown option, or a mesh or layouts of another type.
-      ValueError: another word than "auto", an expression that is not valid; (when first called) an unknown axis, sizes
-        that the devices don't make, an expression that is found in no leaf, or a dimension that a leaf does not have.
+      TypeError: an option is unknown, or `mesh` or `layouts` has the wrong type.
+      ValueError: `mesh` or an expression is invalid; (at the first call) an axis is unknown, the devices cannot form
+        the mesh, an expression matches no leaf, or a leaf does not have the dimension.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist

@@ -31,28 +31,28 @@ _ADVICE = "Look at the learning rate and the data of this step, or clip the grad
 
 
 def check_finite(tree: Tree, name: str = "tree") -> Tree:
-    """Make a decorated step raise, on every rank, if an array of `tree` has a NaN or an infinity.
+    """Make a decorated step raise an error on every rank if an array of `tree` has a NaN or an infinity.
 
-    The error names the first such leaf, in the order of these calls and of the leaves, how many NaN and infinite
-    entries it has, and the devices and ranks. What every device has (the loss, the gradients) has them on every device;
-    what has an entry an example (logits, losses of single examples) names the device they come from, so look at both.
-    Costs a pass over the arrays and one small message a step; each call of the step waits for its end, and does not
-    donate its state, so that the one given is still there after the error.
+    The error names the first such leaf, in the order of calls and leaves, the number of NaN and infinite entries, and
+    the devices and ranks. Values of the whole batch (the loss, gradients) are bad on every device. Values with one
+    entry per example (logits, losses of single examples) are bad on the device that they come from, so check both. The
+    cost is one pass over the arrays and a small message per step. Each call waits for the step and does not donate its
+    state, so the old state survives the error.
 
-    In a step it must be called at the top level, not inside a function given to ``jax.grad``, ``jax.lax.scan``,
-    ``jax.lax.cond``, ``jax.jit`` and their like: return the arrays from there, and check them outside.
+    Call it at the top level of the step, not inside a function passed to ``jax.grad``, ``jax.lax.scan``,
+    ``jax.lax.cond``, ``jax.jit``, or similar. Return the arrays from there, and check them outside.
 
     Args:
-      tree: any pytree; leaves that are no floating or complex arrays pass.
-      name: what to call it in the error.
+      tree: any pytree. Leaves that are not floating-point or complex arrays are not checked.
+      name: the name to use in the error.
 
     Returns:
-      `tree` as it is.
+      `tree`, unchanged.
 
     Raises:
-      FloatingPointError: (from the call of the step, on every rank; outside a step at once, on this one) there is
-        one. Outside a decorated step values that jax traces pass.
-      StepError: called inside such a function.
+      FloatingPointError: a value is not finite. In a step, the call of the step raises it on every rank. Outside, this
+        call raises it on this rank. Values that JAX traces outside of a decorated step are not checked.
+      StepError: called inside a function as described above.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist
