@@ -1,7 +1,7 @@
 # CPUs:         docker build -t jaxdist . && docker run --rm --init --shm-size=1g jaxdist
 # NVIDIA GPUs:  docker build -t jaxdist --build-arg CUDA=12 . && docker run --rm --init --shm-size=1g --gpus all jaxdist \
 #                   uv run jaxdist run -n 1 examples/mnist.py      (a rank for each GPU)
-# By default it runs the README's first command. deploy/ starts it on a cluster.
+# By default it runs the README's example. deploy/ starts it on a cluster.
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim
 ARG CUDA=
