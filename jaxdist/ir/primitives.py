@@ -6,7 +6,7 @@ The collectives are lowered by each communicator; what they mean is in their low
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -158,25 +158,20 @@ def _group_reduced(x: Any, *, op: str, axes: tuple[str, ...], groups: tuple[tupl
 _REDUCE = {"sum": primitives.psum_p, "max": primitives.pmax_p, "min": primitives.pmin_p}
 
 
-def _unchanged(primitive: Primitive) -> None:
-    """The rules of a primitive that passes its operand on."""
-    primitive.def_impl(lambda x, **_: x)
+def _by_itself(primitive: Primitive, transpose: Callable[..., Any]) -> None:
+    """The rules of a linear primitive that treats each entry of its operand by itself."""
     primitive.def_abstract_eval(lambda aval, **_: aval)
-    ad.deflinear2(primitive, lambda ct, _, **__: [ct])
+    ad.deflinear2(primitive, transpose)
     batching.primitive_batchers[primitive] = lambda args, dims, **params: (primitive.bind(*args, **params), dims[0])
 
 
-group_reduce_p.def_abstract_eval(lambda aval, **_: aval)
-ad.deflinear2(group_reduce_p, _group_transpose)
-batching.primitive_batchers[group_reduce_p] = lambda args, dims, **params: (
-    group_reduce_p.bind(*args, **params),
-    dims[0],
-)
+_by_itself(group_reduce_p, _group_transpose)
 mlir.register_lowering(group_reduce_p, mlir.lower_fun(_group_reduced, multiple_results=False))
 
-_unchanged(shard_p)
+for mark_p in (shard_p, plain_p):
+    _by_itself(mark_p, lambda ct, _, **__: [ct])
+shard_p.def_impl(lambda x, **_: x)
 mlir.register_lowering(shard_p, lambda ctx, x, **_: [x])
-_unchanged(plain_p)
 
 
 def counts(x: Any) -> jax.Array:
@@ -193,13 +188,20 @@ mlir.register_lowering(
 )
 
 
-def _plain_impl(x: Any, *, name: str) -> Any:
+_COMPILED = "inside a function that jax compiles by itself (jax.jit, lax.scan)"
+
+
+def _refuse_processes(name: str, where: str, fate: str, fix: str) -> None:
     if jax.process_count() > 1:
         raise RuntimeError(
-            f"step {name!r} was called under jax.grad, jax.vmap or the like: there it is the plain step, and each of "
-            f"the {jax.process_count()} processes would get the result of its own part of the batch. Take the gradient "
-            "inside a decorated function"
+            f"step {name!r} was called {where}: there it is the plain step, and each of the {jax.process_count()} "
+            f"processes would {fate}. {fix}"
         )
+
+
+def _plain_impl(x: Any, *, name: str) -> Any:
+    fate, fix = "get the result of its own part of the batch", "Take the gradient inside a decorated function"
+    _refuse_processes(name, "under jax.grad, jax.vmap or the like", fate, fix)
     return x
 
 
@@ -207,16 +209,11 @@ plain_p.def_impl(_plain_impl)
 
 
 def _plain_lowering(ctx: Any, x: Any, *, name: str) -> list[Any]:
-    if jax.process_count() > 1:
-        raise RuntimeError(
-            f"step {name!r} was called inside a function that jax compiles by itself (jax.jit, lax.scan): there it "
-            f"is the plain step, and each of the {jax.process_count()} processes would train by itself. Call it "
-            "directly, or decorate the outer function instead"
-        )
+    _refuse_processes(name, _COMPILED, "train by itself", "Call it directly, or decorate the outer function instead")
     if jax.device_count() > 1:
         warnings.warn(
-            f"step {name!r} was called inside a function that jax compiles by itself (jax.jit, lax.scan): there it "
-            f"is the plain step, and runs on one of {jax.device_count()} devices. Decorate the outer function instead",
+            f"step {name!r} was called {_COMPILED}: there it is the plain step, and runs on one of "
+            f"{jax.device_count()} devices. Decorate the outer function instead",
             stacklevel=2,
         )
     return [x]

@@ -4,7 +4,7 @@
 |---|---|
 | `values` | the placements: Replicated, Split, Partial, Deferred |
 | `block` | a step as a flat list of operations |
-| `describe`, `rules`, `registry` | what each operation does to the dimensions of its operands: the table of rules |
+| `rules`, `registry` | what each operation does to the dimensions of its operands: the table of rules |
 | `infer`, `walk`, `strategy` | the walk that settles the placement of each value, and what it settles |
 | `summands`, `shapes`, `lookups`, `own_rows`, `random_bits` | what it knows of such operations |
 | `loops`, `control_flow` | and of those with bodies |

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,27 @@ class Node:
     def turns(self) -> int:
         """How often its bodies run; those of a `while` are taken to run once."""
         return self.eqn.params["length"] if self.name == "scan" else 1
+
+
+T = TypeVar("T", bound=Hashable)
+
+
+class Classes(Generic[T]):
+    """Things that belong together: a union-find."""
+
+    def __init__(self) -> None:
+        self._up: dict[T, T] = {}
+
+    def of(self, a: T) -> T:
+        """What stands for all that `a` belongs to."""
+        while (up := self._up.setdefault(a, a)) != a:
+            self._up[a] = self._up[up]
+            a = up
+        return a
+
+    def tie(self, a: T, b: T) -> None:
+        """From here on `b` stands for what `a` belongs to, or what `b` belongs to does."""
+        self._up[self.of(a)] = self.of(b)
 
 
 _SAME = SHAPE_ONLY | {"convert_element_type"}

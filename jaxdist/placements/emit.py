@@ -80,14 +80,13 @@ class Emitter:
         forms = self._forms[i]
         if to in forms:
             return forms[to]
+        if isinstance(to, Partial):
+            forms[to] = self._counted_once(self.take(i, REPLICATED))
+            return forms[to]
         if i in self._makers:
             make, node = self._makers[i]
-            if isinstance(to, Partial):
-                out = self._counted_once(self.take(i, REPLICATED))
-            else:
-                out = make(self, node, to)
-            forms[to] = out
-            return out
+            forms[to] = make(self, node, to)
+            return forms[to]
         key: Any = to
         placement = self.placed.at[i]
         if isinstance(placement, Split) and placement.stored and isinstance(to, Replicated) and REPLICATED not in forms:
@@ -103,8 +102,6 @@ class Emitter:
 
     def _convert(self, i: int, to: Form, forms: dict[Any, Any]) -> Any:
         aval = self.block.avals[i]
-        if isinstance(to, Partial):
-            return self._counted_once(self.take(i, REPLICATED))
         summand = next((f for f in forms if isinstance(f, Partial)), None)
         if isinstance(to, Split):
             if REPLICATED in forms:

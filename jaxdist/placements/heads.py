@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from jaxdist.mesh import SEQUENCE
 from jaxdist.placements.block import Node
-from jaxdist.placements.describe import Factors
+from jaxdist.placements.rules import Factors
 from jaxdist.placements.run import Cut
 from jaxdist.placements.strategy import Strategy
 from jaxdist.placements.values import Placement, Split, form, tile

@@ -46,9 +46,8 @@ class Infer:
         self.choose = choose if not after else lambda shape: None
         self._choose, self._level, self.machine, self.link = choose, level, machine, machine.link(axis)
         self._blocks: dict[tuple[int, bool], tuple[Any, Block]] = {}
-        self._kept: list[Block] = []  # so that their ids stay their own
         self._placed: dict[Any, Placed] = {}
-        self._wanted: dict[Any, dict[int, int]] = {}
+        self._wanted: dict[Block, dict[int, int]] = {}
 
     def over(self, mesh: Sequence[Axis], k: int) -> Infer:
         """The same over the `k`-th axis of a mesh; what `jaxdist.zero` marks is in slices along the last one."""
@@ -72,11 +71,11 @@ class Infer:
         """Settle the placements of a block."""
         ins = tuple(ins)
         wants = tuple(wants) if wants is not None else (None,) * len(block.outputs)
-        key = (id(block), ins, wants, loose, whole)
+        key = (block, ins, wants, loose, whole)
         if key not in self._placed:
-            natural = (id(block), ins, (None,) * len(wants), loose, whole)
+            natural = (block, ins, (None,) * len(wants), loose, whole)
             if natural not in self._placed:
-                placed = self.in_slices(block, ins, loose, whole)
+                placed = best(self, block, ins, loose, whole)
                 if self._may_own and (owned := with_owners(self, placed)) is not None:
                     placed = replace(best(self, owned, ins, loose, whole), matrices=placed.matrices)
                 self._placed[natural] = placed
@@ -86,24 +85,13 @@ class Infer:
 
     def forget(self, block: Block) -> None:
         """Let go of the placings of a block, other than those of its bodies."""
-        self._placed = {key: placed for key, placed in self._placed.items() if key[0] != id(block)}
-
-    def in_slices(
-        self,
-        block: Block,
-        ins: Sequence[Placement],
-        loose: frozenset[int] = frozenset(),
-        whole: frozenset[int] = frozenset(),
-    ) -> Placed:
-        """Settle the placements of a block without owners in it, other than in its bodies."""
-        self._kept.append(block)
-        return best(self, block, tuple(ins), loose, whole)
+        self._placed = {key: placed for key, placed in self._placed.items() if key[0] is not block}
 
     def marked(self, block: Block) -> dict[int, int]:
         """Values that lead to a mark of `jaxdist.zero`, and the dimension along which the mark will have them split."""
-        if id(block) not in self._wanted:
-            self._wanted[id(block)] = marked(self, block)
-        return self._wanted[id(block)]
+        if block not in self._wanted:
+            self._wanted[block] = marked(self, block)
+        return self._wanted[block]
 
     @functools.cached_property
     def last(self) -> Infer:

@@ -214,36 +214,18 @@ class Padded:
     and ``jax.numpy`` functions do that by themselves where this process has all the shards.
     """
 
-    __slots__ = ("_sharding", "array", "layout", "shape")
+    __slots__ = ("_sharding", "array", "aval", "dtype", "layout", "ndim", "shape", "size", "weak_type")
 
     def __init__(self, array: jax.Array, layout: Layout):
-        self.array, self.layout = array, layout
+        self.array, self.layout, self.aval = array, layout, array.aval
+        self.dtype, self.weak_type = array.dtype, array.weak_type
         self.shape = layout.logical(array.shape)
+        self.ndim, self.size = len(self.shape), math.prod(self.shape)
         self._sharding = _padded_sharding(array.sharding, layout)  # the name that `compat.sharding_of` looks at
 
     @property
     def sharding(self) -> Any:
         return self._sharding
-
-    @property
-    def aval(self) -> Any:
-        return self.array.aval
-
-    @property
-    def dtype(self) -> Any:
-        return self.array.dtype
-
-    @property
-    def weak_type(self) -> bool:
-        return self.array.weak_type
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxdist.ir.interpreter import has_effect
 from jaxdist.ir.operations import CONTRACTION, FOR_ITSELF, LINEAR, is_elementwise
-from jaxdist.placements.block import Block, Node
+from jaxdist.placements.block import Block, Classes, Node
 from jaxdist.placements.strategy import Placed, Strategy, nbytes
 from jaxdist.placements.values import Partial, Placement, Replicated, Split
 
@@ -114,7 +114,7 @@ class _Finder:
         self._moved = [moved[id(node)] for node in self.block.nodes]
         self._maker = {o: k for k, node in enumerate(self.block.nodes) for o in node.outs}
         self._results = set(self.block.outputs)
-        self._parents: list[int] = []  # of components that were joined
+        self._joined = Classes[int]()  # components
         count = len(self.block.avals)
         self._stage, self._component = [0] * count, [-1] * count
         self._of_batch = [False] * count
@@ -126,18 +126,13 @@ class _Finder:
         for node, strategy, is_whole in zip(self.block.nodes, placed.strategies, whole, strict=True):
             self._enter(node, strategy, is_whole)
 
-    def _root(self, component: int) -> int:
-        while self._parents[component] != component:
-            component = self._parents[component]
-        return component
-
     def _enter(self, node: Node, strategy: Strategy, is_whole: bool) -> None:
         of_batch = any(self._of_batch[i] for i in node.ins)
         for o in node.outs:
             p = self.placed.at[o]
             self._of_batch[o] = _is_of_batch(p) or (of_batch and isinstance(p, Partial))
         stage = max((self._stage[i] for i in node.ins), default=0)
-        joined = {i: self._root(self._component[i]) for i in node.ins
+        joined = {i: self._joined.of(self._component[i]) for i in node.ins
                   if self._component[i] >= 0 and self._stage[i] == stage}  # fmt: skip
         keys = any(jnp.issubdtype(self.block.avals[i].dtype, jax.dtypes.extended) for i in (*node.ins, *node.outs))
         inside = not of_batch and not keys and _is_pure(node, strategy, self._most)
@@ -151,11 +146,9 @@ class _Finder:
         if not inside:
             stage += bool(joined)
         elif is_whole or joined:
-            component = min(joined.values(), default=len(self._parents))
-            if not joined:
-                self._parents.append(component)
+            component = min(joined.values(), default=len(self._at))  # a new one has the number of its first operation
             for other in joined.values():
-                self._parents[other] = component
+                self._joined.tie(other, component)
         self._at.append((stage, component))
         self._alone.append(inside)
         for o in node.outs:
@@ -179,7 +172,7 @@ class _Finder:
             stage, component = self._at[k]
             if component < 0:
                 continue
-            key = stage, self._root(component)
+            key = stage, self._joined.of(component)
             if self._whole[k] or self._takes_all(k) or any(key in needed.get(o, ()) for o in node.outs):
                 members.setdefault(key, []).append(k)
                 for i in node.ins:

@@ -26,10 +26,10 @@ _STAGES = 16
 
 
 class _Origin(NamedTuple):
-    """What a variable follows from: arguments in the host's memory, as bits; and of gradients, or of numbers made of
+    """What a variable follows from: arguments in the host's memory; and of gradients, or of numbers made of
     them, the one that is computed last: when, and its name."""
 
-    away: int = 0
+    away: frozenset[int] = frozenset()
     when: int = -1
     gradient: Any = None
 
@@ -84,20 +84,18 @@ class _Flat(Interpreter):
 
 def _origins(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], offloaded: Mapping[int, int | None]) -> dict[Any, _Origin]:
     """Of each variable."""
-    found = {jaxpr.invars[i]: _Origin(away=1 << i) for i in offloaded}
+    found = {jaxpr.invars[i]: _Origin(frozenset({i})) for i in offloaded}
     made: dict[Any, int] = {}
     for n, eqn in enumerate(eqns):
         before = [found[v] for v in _variables(eqn.invars) if v in found]
-        away = 0
-        for one in before:
-            away |= one.away
+        away = frozenset[int]().union(*(one.away for one in before))
         last = max(before, key=lambda one: one.when, default=_Origin())
         result: Any = eqn.outvars[0] if eqn.outvars else None
         if eqn.primitive is shard_p and eqn.params["role"] == "gradient":
             # All of the marks are where the optimizer is called: the gradient is there when what it marks is made.
-            last = _Origin(0, next((made[v] for v in _variables(eqn.invars) if v in made), 0), result)
+            last = _Origin(away, next((made[v] for v in _variables(eqn.invars) if v in made), 0), result)
         elif last.when >= 0 and not away and result.aval.size == 1:  # a norm of all, say
-            last = _Origin(0, n, result)
+            last = _Origin(away, n, result)
         found.update((v, last._replace(away=away)) for v in eqn.outvars)
         made.update(dict.fromkeys(eqn.outvars, n))
     return found
@@ -116,8 +114,8 @@ def _stages(jaxpr: Jaxpr, offloaded: Mapping[int, int | None], origins: Mapping[
     avals: dict[int, Any] = {i: jaxpr.invars[i].aval for i in offloaded}
     full = sum(a.size * a.dtype.itemsize for a in avals.values()) / _STAGES
     stages, held = list[_Stage](), full
-    for one in sorted(together, key=lambda one: (one.when, one.away & -one.away)):
-        arguments = list(_bits(one.away))
+    for one in sorted(together, key=lambda one: (one.when, min(one.away))):
+        arguments = sorted(one.away)
         if held >= full:
             stages.append(_Stage([], None))
             held = 0
@@ -139,9 +137,3 @@ def _fetching(own: Sequence[Any], after: Sequence[Any], names: dict[Any, Any], a
 
 def _variables(atoms: Sequence[Any]) -> Iterator[Any]:
     return (atom for atom in atoms if not isinstance(atom, Literal))
-
-
-def _bits(values: int) -> Iterator[int]:
-    while values:
-        yield (values & -values).bit_length() - 1
-        values &= values - 1

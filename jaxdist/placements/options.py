@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxdist.placements.block import TO_A_SUM, Block, Node
+from jaxdist.placements.block import TO_A_SUM, Block, Classes, Node
 from jaxdist.placements.cost import cost, descend, seconds, sent_by
 from jaxdist.placements.marks import used_in_slices
 from jaxdist.placements.strategy import Placed, Weighed, nbytes
@@ -38,11 +38,17 @@ On = frozenset[int]
 """The groups of operations that are switched."""
 
 
-def best(infer: Any, block: Block, ins: Sequence[Placement], loose: frozenset[int], whole: frozenset[int]) -> Placed:
-    """A block, placed as costs least."""
+def best(
+    infer: Any,
+    block: Block,
+    ins: Sequence[Placement],
+    loose: frozenset[int] = frozenset(),
+    whole: frozenset[int] = frozenset(),
+) -> Placed:
+    """A block, placed as costs least; without owners in it, other than in its bodies."""
     walk = Walk(infer, block, ins, loose, Choice(whole=whole))
     groups = _groups(walk)
-    return _Descent(infer, walk, ins, loose, groups).best() if groups else walk.placed
+    return _Descent(walk, groups).best() if groups else walk.placed
 
 
 def or_whole(
@@ -56,9 +62,8 @@ def or_whole(
     link, machine = infer.link, infer.machine
     size = sum(nbytes(block.avals[block.inputs[k]]) for k in examples)
     gathered, computed = link.seconds("all-gather", size), seconds(placed, machine)
-    if (
-        max(gathered, computed) > sum(times for _, times in placed.moves) * link.latency
-    ):  # whichever of these travel together
+    moves = sum(times for _, times in placed.moves)
+    if max(gathered, computed) > moves * link.latency:  # whichever of these travel together
         return placed
     whole = infer.place(block, ins, placed.outs, whole=frozenset(examples))
     more = gathered + seconds(whole, machine) - computed
@@ -75,16 +80,8 @@ def or_whole(
 class _Descent:
     """The search over groups of operations."""
 
-    def __init__(
-        self,
-        infer: Any,
-        walk: Walk,
-        ins: Sequence[Placement],
-        loose: frozenset[int],
-        groups: Sequence[Choice],
-    ):
-        self._infer, self._block, self._ins, self._loose, self._groups = infer, walk.block, ins, loose, groups
-        self._whole, self._offers = walk.choice.whole, walk.offers
+    def __init__(self, walk: Walk, groups: Sequence[Choice]):
+        self._infer, self._block, self._usually, self._groups = walk.infer, walk.block, walk, groups
         self._left = max(_FEWEST, _OPERATIONS // max(len(walk.block.nodes), 1))
         self._usual = _messages(walk.placed)
         cost = self._cost(walk.placed)
@@ -110,7 +107,11 @@ class _Descent:
     def _what(self, group: Choice) -> tuple[str, list[Node]]:
         """The option that a group takes, and its operations."""
         names = {*group.names.values(), *group.everywhere}
-        nodes = [node for node, one in self._offers if one.name in names and (one.together or id(node) in group.names)]
+        nodes = [
+            node
+            for node, one in self._usually.offers
+            if one.name in names and (one.together or id(node) in group.names)
+        ]
         if names:
             return names.pop(), nodes
         return IN_SLICES, [self._block.makers[i] for i in group.slices if i in self._block.makers]
@@ -125,9 +126,9 @@ class _Descent:
                 {node: name for one in chosen for node, name in one.names.items()},
                 frozenset().union(*(one.everywhere for one in chosen)),
                 {i: to for one in chosen for i, to in one.slices.items()},
-                self._whole,
+                self._usually.choice.whole,
             )
-            placed = Walk(self._infer, self._block, self._ins, self._loose, choice).placed
+            placed = self._usually.again(choice).placed
             cost, others = self._cost(placed), _messages(placed) - self._usual
             unsure = sum(times * self._infer.link.seconds(*message) for message, times in others.items())
             self._known[on] = cost + _SURE * unsure, cost, placed
@@ -153,20 +154,14 @@ def _messages(placed: Placed) -> Counter[tuple[str, int]]:
 
 def _groups(walk: Walk) -> list[Choice]:
     """What is switched together, in the order of the first operation of each."""
-    up: dict[Hashable, Hashable] = {}
-
-    def find(a: Hashable) -> Hashable:
-        while (above := up.setdefault(a, a)) != a:
-            a = above
-        return a
-
+    classes = Classes[Hashable]()
     apart = [(node, one.name) for node, one in walk.offers if not one.together]
     for node, name in apart:
         for tie in (*_ties(walk, node), (node.name, node.line, *walk.shapes(node.ins))):
-            up[find((id(node), name))] = find((name, tie))
+            classes.tie((id(node), name), (name, tie))
     groups: dict[Hashable, dict[int, str]] = {}
     for node, name in apart:
-        groups.setdefault(find((id(node), name)), {})[id(node)] = name
+        groups.setdefault(classes.of((id(node), name)), {})[id(node)] = name
     found = [Choice(names) for names in groups.values()]
     together = dict.fromkeys(one.name for _, one in walk.offers if one.together)
     found += [Choice(everywhere=frozenset({name})) for name in together]

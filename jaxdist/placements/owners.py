@@ -27,6 +27,7 @@ from jaxdist.placements.block import Block, Node
 from jaxdist.placements.cost import seconds, seconds_of
 from jaxdist.placements.groups import asked
 from jaxdist.placements.matrices import Component, bytes_moved, bytes_sent, components, is_whole_work
+from jaxdist.placements.options import best
 from jaxdist.placements.strategy import Placed, nbytes
 from jaxdist.placements.values import REPLICATED, Partial, Placement, Split, tile
 
@@ -197,7 +198,7 @@ def _stack(infer: Any, placed: Placed, component: Component) -> Work | None:
     split = tile(0, length, infer.devices, stored=True)
     block = component.block(placed.block)
     ins: list[Placement] = [split if i in stacked else REPLICATED for i in component.ins]
-    found = infer.in_slices(block, ins)  # a part that needs owners is none; they would look for a stack in it again
+    found = best(infer, block, ins)  # a part that needs owners is none; they would look for a stack in it again
     apart = all(isinstance(p, Split) and p.dim == 0 and p.is_tile(infer.devices) for p in found.given)
     if not apart or found.communicates:
         return None

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jaxdist.mesh import GROUP
 from jaxdist.placements.block import TO_A_SUM, Node
-from jaxdist.placements.describe import Factors
+from jaxdist.placements.rules import Factors
 from jaxdist.placements.run import Cut, run_as_is
 from jaxdist.placements.strategy import IN_PLACE, Strategy, nbytes
 from jaxdist.placements.values import PARTIAL, REPLICATED, Form, Partial, Placement, Split, form, is_wide, tile

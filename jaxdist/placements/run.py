@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxdist import compat
 from jaxdist.placements.block import Node
-from jaxdist.placements.describe import Factors
+from jaxdist.placements.rules import Factors
 from jaxdist.placements.values import REPLICATED, Split, wide
 
 

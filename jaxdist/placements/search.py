@@ -12,9 +12,10 @@ References:
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 from jaxdist.errors import StepError
 from jaxdist.ir.control_flow import CONTROL_FLOW, bodies
 from jaxdist.placements import rules
-from jaxdist.placements.block import Block, Node
+from jaxdist.placements.block import Block, Classes, Node
 from jaxdist.placements.cost import cost, descend, sent_by
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.strategy import Weighed, nbytes
@@ -55,9 +56,9 @@ def search(
     classes = _Classes(infer, block, state, sources)
     if given:
         return {**_cuts([one for one in reversed(classes.found) if not one.isdisjoint(given.items())]), **given}, []
-    cost = _Cost(infer, block, state, sources, examples)
+    price = functools.partial(_price, infer, block, state, sources, examples)
     turns = min(_PLACINGS, max(_FEWEST, _OPERATIONS // max(classes.operations, 1)))
-    return _Descent(cost, classes.found, turns, names).best(_alike(classes.found, block, names))
+    return _Descent(price, classes.found, turns, names).best(_alike(classes.found, block, names))
 
 
 class _Classes:
@@ -65,8 +66,8 @@ class _Classes:
 
     def __init__(self, infer: Infer, block: Block, state: Sequence[int], sources: Sequence[int | None]):
         self._infer, self._devices = infer, infer.devices
-        self._up: dict[Dimension, Dimension] = {}
-        self._numbers: dict[int, int] = {}
+        self._ties = Classes[Dimension]()
+        self._numbers: dict[Block, int] = {}
         self.operations = 0
         self._walk(block)
         for o, k in zip(block.outputs, sources, strict=True):
@@ -79,7 +80,7 @@ class _Classes:
                 continue
             for dim, n in enumerate(aval.shape):
                 if n >= self._devices and -n % self._devices <= _PADDED * n:
-                    members.setdefault(self._find(self._at(block, block.inputs[k], dim)), []).append((k, dim))
+                    members.setdefault(self._ties.of(self._at(block, block.inputs[k], dim)), []).append((k, dim))
 
         def size(one: Class) -> int:
             return sum(nbytes(block.avals[block.inputs[k]]) for k in {k for k, _ in one})
@@ -87,19 +88,10 @@ class _Classes:
         self.found: list[Class] = sorted(map(frozenset, members.values()), key=lambda one: (-size(one), min(one)))
 
     def _at(self, block: Block, value: int, dim: int) -> Dimension:
-        return self._numbers.setdefault(id(block), len(self._numbers)), value, dim
-
-    def _find(self, a: Dimension) -> Dimension:
-        while (up := self._up.setdefault(a, a)) != a:
-            self._up[a] = self._up[up]
-            a = up
-        return a
-
-    def _tie(self, a: Dimension, b: Dimension) -> None:
-        self._up[self._find(a)] = self._find(b)
+        return self._numbers.setdefault(block, len(self._numbers)), value, dim
 
     def _walk(self, block: Block) -> None:
-        self._numbers[id(block)] = len(self._numbers)
+        self._numbers[block] = len(self._numbers)
         self.operations += len(block.nodes)
         for node in block.nodes:
             ins, outs = ([block.avals[i].shape for i in values] for values in (node.ins, node.outs))
@@ -108,11 +100,11 @@ class _Classes:
                 for d, size in enumerate(ins[0]):
                     to = reshaped(tile(d, size, self._devices), ins[0], outs[0]) if math.prod(ins[0]) else None
                     if to is not None and to.outer == 1:
-                        self._tie(self._at(block, node.ins[0], d), self._at(block, node.outs[0], to.dim))
+                        self._ties.tie(self._at(block, node.ins[0], d), self._at(block, node.outs[0], to.dim))
             elif node.name == "broadcast_in_dim":
                 for d, o in enumerate(params["broadcast_dimensions"]):
                     if ins[0][d] == outs[0][o]:
-                        self._tie(self._at(block, node.ins[0], d), self._at(block, node.outs[0], int(o)))
+                        self._ties.tie(self._at(block, node.ins[0], d), self._at(block, node.outs[0], int(o)))
             elif node.name in CONTROL_FLOW:
                 self._bodies(block, node)
             elif (described := rules.factors(node.eqn.primitive, params, ins, outs)) is not None:
@@ -121,13 +113,15 @@ class _Classes:
                 for value, dims in values:
                     for d, factor in enumerate(dims):
                         if factor is not None:
-                            self._tie(self._at(block, value, d), seen.setdefault(factor, self._at(block, value, d)))
+                            self._ties.tie(
+                                self._at(block, value, d), seen.setdefault(factor, self._at(block, value, d))
+                            )
 
     def _bodies(self, block: Block, node: Node) -> None:
         """Operands and results of control flow are inputs and outputs of its bodies; a loop's carry is both."""
         for body in bodies(node.eqn):
             inner = self._infer.block(body.closed, node.backward)
-            if id(inner) not in self._numbers:  # it may be that of several loops
+            if inner not in self._numbers:  # it may be that of several loops
                 self._walk(inner)
             ends = [(node.ins[k], inner.inputs[n], n in body.xs) for n, k in enumerate(body.ins)]
             ends += [(node.outs[k], inner.outputs[n], n in body.ys) for n, k in enumerate(body.outs)]
@@ -135,14 +129,14 @@ class _Classes:
                 self._same(block, outer, inner, own, int(is_slice))
             turns = [self._at(block, outer, 0) for outer, _, is_slice in ends if is_slice]
             for one in turns[1:]:
-                self._tie(one, turns[0])
+                self._ties.tie(one, turns[0])
             for k, o in zip(body.carry, inner.outputs[: len(body.outs)], strict=False):
                 self._same(inner, o, inner, inner.inputs[k])
 
     def _same(self, block: Block, value: int, other: Block, same: int, first: int = 0) -> None:
         """Tie a value of a block to one of another block, which lacks the `first` dimensions."""
         for d in range(len(other.avals[same].shape)):
-            self._tie(self._at(block, value, d + first), self._at(other, same, d))
+            self._ties.tie(self._at(block, value, d + first), self._at(other, same, d))
 
 
 class _Tried(NamedTuple):
@@ -153,42 +147,43 @@ class _Tried(NamedTuple):
     sent: float
 
 
-class _Cost:
+_Price = Callable[[Mapping[int, int]], _Tried]
+
+
+def _price(
+    infer: Infer,
+    block: Block,
+    state: Sequence[int],
+    sources: Sequence[int | None],
+    examples: int,
+    cuts: Mapping[int, int],
+) -> _Tried:
     """What a layout costs, in seconds: of what a device computes and sends, and as many as it would take to send the
     state that it holds, for an axis of the model is there to divide that.
 
     What is computed of the batch is divided by the axes of the batch as well; what is made of the state alone is not.
     """
-
-    def __init__(self, infer: Infer, block: Block, state: Sequence[int], sources: Sequence[int | None], examples: int):
-        self._infer, self._block, self._state, self._examples = infer, block, state, examples
-        self._sources = [source if source in set(state) else None for source in sources]
-        self._avals = [block.avals[i] for i in block.inputs]
-        self.bytes = [nbytes(aval) for aval in self._avals]
-
-    def __call__(self, cuts: Mapping[int, int]) -> _Tried:
-        n = self._infer.devices
-        ins: list[Placement] = [
-            tile(cuts[k], aval.shape[cuts[k]], n, stored=True) if k in cuts else REPLICATED
-            for k, aval in enumerate(self._avals)
-        ]
-        wants = [REPLICATED if source is None else form(ins[source]) for source in self._sources]
-        try:
-            placed = self._infer.place(self._block, ins, wants)
-        except StepError:
-            return _Tried(math.inf, math.inf, math.inf)
-        finally:
-            self._infer.forget(self._block)
-        held = sum(self.bytes[k] / (n if k in cuts else 1) for k in self._state)
-        seconds = cost(placed, self._infer, self._examples)
-        return _Tried(seconds + held / self._infer.link.bandwidth, seconds, sent_by(placed, self._infer))
+    n, avals, kept = infer.devices, [block.avals[i] for i in block.inputs], set(state)
+    ins: list[Placement] = [
+        tile(cuts[k], aval.shape[cuts[k]], n, stored=True) if k in cuts else REPLICATED for k, aval in enumerate(avals)
+    ]
+    wants = [form(ins[k]) if k is not None and k in kept else REPLICATED for k in sources]
+    try:
+        placed = infer.place(block, ins, wants)
+    except StepError:
+        return _Tried(math.inf, math.inf, math.inf)
+    finally:
+        infer.forget(block)
+    held = sum(nbytes(avals[k]) / (n if k in cuts else 1) for k in state)
+    seconds = cost(placed, infer, examples)
+    return _Tried(seconds + held / infer.link.bandwidth, seconds, sent_by(placed, infer))
 
 
 class _Descent:
     """The search, with so many placings at most."""
 
-    def __init__(self, cost: _Cost, classes: Sequence[Class], turns: int, names: Sequence[str]):
-        self._cost, self._classes, self._turns, self._names = cost, classes, turns, names
+    def __init__(self, price: _Price, classes: Sequence[Class], turns: int, names: Sequence[str]):
+        self._price, self._classes, self._turns, self._names = price, classes, turns, names
         self._known: dict[frozenset[Member], _Tried] = {}
 
     def best(self, groups: Sequence[frozenset[Class]]) -> tuple[dict[int, int], list[Weighed]]:
@@ -224,7 +219,7 @@ class _Descent:
         if key not in self._known:
             if len(self._known) >= self._turns:
                 return math.inf
-            self._known[key] = self._cost(cuts)
+            self._known[key] = self._price(cuts)
         return self._known[key].cost
 
 

@@ -15,7 +15,7 @@ from jaxdist.errors import StepError
 from jaxdist.ir.operations import SAME_RANK, SHAPE_ONLY, is_deferrable
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node, added, number
-from jaxdist.placements.describe import Factors
+from jaxdist.placements.rules import Factors
 from jaxdist.placements.run import Cut, make_elementwise, make_whole, run_as_is
 from jaxdist.placements.strategy import UNKNOWN, Move, Placed, Strategy, nbytes
 from jaxdist.placements.summands import is_zero, linear
@@ -65,6 +65,7 @@ class Walk:
         self.placed = Placed(block, tuple(map(form, ins)), infer.axis.name)
         self.at: list[Any] = [None] * len(block.avals)
         self.loose = added(block, loose)
+        self.again = functools.partial(Walk, infer, block, ins, loose)  # with another choice
         self.next = {i: node for node in block.nodes for i in node.ins}
         self.inputs = {i: k for k, i in enumerate(block.inputs)}
         summed: set[int] = set()
