@@ -143,6 +143,7 @@ STRANGERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("env", "user", "own"), STRANGERS)
 def test_a_stranger_takes_no_place(env: dict[str, str | None], user: str, own: dict[str, str | None]) -> None:
     """And hears which address has not let it in; then comes who belongs to the job."""

@@ -39,6 +39,7 @@ def test_bytes_of_the_example() -> None:
     assert found["bytes"]["parameters"] == 2 * weights
 
 
+@pytest.mark.slow
 def test_a_script_that_reads_its_own_arguments(jaxdist: Jaxdist) -> None:
     done = jaxdist("plan", "script.py:make", "--topology=2x4xcpu", "--levels=0,1,2,3", "--json")
     assert done.returncode == 0, done.stderr

@@ -105,7 +105,7 @@ def test_what_compiles_is_what_is_planned(plan: Any) -> None:
 
 
 @pytest.mark.optimised
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_memory_that_the_paper_promises(microbatches: int) -> None:
     """Level by level no more; at level 3 parameters, gradients and state in shards beside a few layers."""
     width, layers = 128, 16
