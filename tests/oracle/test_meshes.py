@@ -334,7 +334,8 @@ def on_way(way: str) -> Any:
     ("one", "other"),
     [("level 3", "offload"),
      *(pytest.param(*pair, marks=pytest.mark.slow)
-       for pair in (("within", "sequence"), ("sequence", "level 3 over 6"), ("model", "level 3"), ("offload", "model"), ("level 3 over 6", "within")))],
+       for pair in (("within", "sequence"), ("sequence", "level 3 over 6"), ("model", "level 3"), ("offload", "model"),
+                    ("level 3 over 6", "within")))],
 )  # fmt: skip
 def test_from_any_mesh_to_any_other(one: str, other: str, tmp_path: Any) -> None:
     """By way of a checkpoint, and passed on where the devices are the same: the bits are kept, and training goes on."""
