@@ -30,9 +30,9 @@ class Start(NamedTuple):
 
 FAST, PROXY = "--xla_cpu_enable_fast_math=", "http://127.0.0.1:9"
 STARTS = [
-    Start("initialized PORT", (" of 2 mean 1.5",)),
+    Start("initialized PORT", (" of 2 mean 1.5",), quick=True),
     Start("initialized PORT local", ("rank ", " of 2", "local", "by itself"), True, quick=True),
-    Start("initialized PORT tcp://127.0.0.1:MEET", (" of 2 mean 1.5",), quick=True),
+    Start("initialized PORT tcp://127.0.0.1:MEET", (" of 2 mean 1.5",)),
     Start("late", ("rank 1", "JAX backend"), True),
     Start(f"joins {FAST}false {FAST}true", ("rank 0 (", "rank 1 (", f"{FAST}false", f"{FAST}true"), True),
     Start("joins lanes=4 lanes=2", ("lanes=4", "rank 0", "lanes=2", "rank 1"), True),
