@@ -49,7 +49,9 @@ class Control:
     ):
         self.rank, self.size = rank, size
         self.process = Process(rank, abort)
-        self.notices: dict[str, dict[int, Any]] = {}
+        self.notices: dict[
+            str, dict[int, int]
+        ] = {}  # of each exchange under way, and "bye": ranks, and their positions
         self.waiting: dict[int, Entry] = {}
         self.position: Callable[[], int] = lambda: 0
         self.mail = Mailbox(self.post)
@@ -287,10 +289,9 @@ class Control:
         """Act on what the hub says."""
         kind = message[0]
         if kind == "notice":
-            _, tag, rank, value, entry = message
-            self.notices.setdefault(tag, {})[rank] = value
+            _, tag, rank, entry = message
+            self.notices.setdefault(tag, {})[rank] = entry.position
             self.waiting[rank] = entry
-            self._call(self._listeners.get(f"enter {tag}"), rank, value)
             self._call(self._listeners.get("enter"), rank, entry)
         elif kind == "bye":
             _, rank, position = message

@@ -105,7 +105,7 @@ class Hub:
             return
         self.entered[rank] = (tag, value, entry)
         for r in self.others(rank):
-            self.send(r, ("notice", tag, rank, value, entry))
+            self.send(r, ("notice", tag, rank, entry))
         if self.left:
             self.fail(self.why_gone())
         elif len({t for t, *_ in self.entered.values()}) > 1:
