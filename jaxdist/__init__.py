@@ -15,11 +15,12 @@ from jaxdist.control import parent
 streams.open_closed()  # before a socket of a library's gets the number of one
 parent.end_with_mpirun()  # to import the rest takes seconds
 
-__version__ = importlib.metadata.version(__name__)
 _import, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":  # 30 ms, which an import need not take
+        return importlib.metadata.version(__name__)
     try:
         return _import(name)
     except ModuleNotFoundError as error:
