@@ -20,30 +20,31 @@ from jaxdist.launch.output import LineFilter
 # What a rank has left behind has as long to end by SIGTERM (some of it cleans up what is shared), then by SIGKILL.
 _LEFT_S = 1.0
 
-# Becomes the program that it is told, after asking for a signal when its parent dies (PR_SET_PDEATHSIG, linux/prctl.h).
-# A program of its own, and no function between fork and exec: this process may have JAX's threads, and warns of forks.
-_BECOME = """
+# How both programs below become a command that gets a signal when its parent dies (PR_SET_PDEATHSIG, linux/prctl.h).
+_DYING_WITH_PARENT = """
 import ctypes, os, signal, sys
-parent, number, *command = sys.argv[1:]
-prctl = getattr(ctypes.CDLL(None), "prctl", None)  # absent off Linux: only the SIGKILL case is lost
-if prctl is not None:
-    prctl(1, int(number))
-    if int(parent) != os.getppid():  # it died before the call
+prctl = getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)  # absent off Linux: only the SIGKILL case is lost
+def become(command, number, parent):
+    prctl(1, number)
+    if parent != os.getppid():  # it died before the call
         sys.exit(1)
-for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and so would the program
-    signal.signal(number, signal.SIG_DFL)
-try:
-    os.execvp(command[0], command)
-except OSError as error:
-    sys.exit(f"jaxdist: {command[0]}: {error.strerror}")
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and so would the command
+        signal.signal(ignored, signal.SIG_DFL)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"jaxdist: {command[0]}: {error.strerror}")
+"""
+
+# A program of its own, and no function between fork and exec: this process may have JAX's threads, and warns of forks.
+_BECOME = f"""{_DYING_WITH_PARENT}
+become(sys.argv[3:], int(sys.argv[2]), int(sys.argv[1]))
 """
 
 # Starts a rank of mpirun and stays above it. Open MPI ends all ranks half a second after a SIGTERM, and as soon as one
 # exits with a code: both take from a rank the time to save. So the launcher sends mpirun a signal that it only passes
 # on, the rank gets a SIGTERM for it, and mpirun sees no code of a rank that ends after that.
-_UNDER_MPIRUN = """
-import ctypes, os, signal, sys
-prctl = getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)
+_UNDER_MPIRUN = f"""{_DYING_WITH_PARENT}
 asked = set()
 def pass_on(number, frame):
     asked.add(number)
@@ -51,18 +52,11 @@ def pass_on(number, frame):
 prctl(1, signal.SIGKILL)
 passed = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 signal.pthread_sigmask(signal.SIG_BLOCK, passed)
-rank = os.fork()
+above, rank = os.getpid(), os.fork()
 if rank == 0:
-    prctl(1, signal.SIGKILL)
     os.setpgid(0, 0)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, passed)
-    try:
-        os.execvp(sys.argv[1], sys.argv[1:])
-    except OSError as error:
-        print(f"jaxdist: {sys.argv[1]}: {error.strerror}", file=sys.stderr, flush=True)
-        os._exit(1)
+    become(sys.argv[1:], signal.SIGKILL, above)
 for number in passed:
     if signal.getsignal(number) is not signal.SIG_IGN:
         signal.signal(number, pass_on)

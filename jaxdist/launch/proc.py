@@ -19,6 +19,7 @@ class Seen(NamedTuple):
     name: Name  # of it
     parent: int  # its number
     session: int  # its session
+    stopped: bool  # whether it is, by a signal
 
 
 def look(pid: int) -> Seen | None:
@@ -28,7 +29,7 @@ def look(pid: int) -> Seen | None:
         state, *rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
-    return None if state in "ZX" else Seen(Name(pid, int(rest[18])), int(rest[0]), int(rest[2]))
+    return None if state in "ZX" else Seen(Name(pid, int(rest[18])), int(rest[0]), int(rest[2]), state == "T")
 
 
 def running() -> list[Seen]:

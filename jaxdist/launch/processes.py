@@ -196,18 +196,20 @@ def _relieve(
     somebody has stopped it."""
     written: list[int] = []
     ranks = set[proc.Name]()  # that ran while nobody read
-    before_last = set[proc.Name]()
     while not over.wait(_LOOK_S):
         before, written = written, [pump.written for pump in pumps]
+        unread = before == written and any(pump.writing for pump in pumps)
+        stopped = [leader for leader in leaders if (seen := proc.look(leader.pid)) is not None and seen.stopped]
+        if not unread:
+            ranks.clear()
+        if not (unread or stopped):
+            continue
         parents = {leader.pid for leader in leaders}
         running = {seen.name for seen in proc.running() if seen.parent in parents}
-        if before_last and not running:
-            for leader in leaders:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(leader.pid, signal.SIGCONT)
-        before_last = running
-        if before != written or not any(pump.writing for pump in pumps):
-            ranks.clear()
+        for leader in stopped if not running else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(leader.pid, signal.SIGCONT)
+        if not unread:
             continue
         ranks |= running
         if asked.is_set() or ranks != running or not ranks:
