@@ -283,6 +283,9 @@ MUTANTS: list[Mutant] = [
            "        with __import__('contextlib').suppress(Exception):\n"
            "            pickle.loads(answer[4:])",
            "tests/control/test_control.py -k goes_on"),
+    Mutant("a rank that comes again is refused", "jaxdist/control/rendezvous.py",
+           "if rank in self.links and self.links[rank].ended:", "if False:",
+           "tests/control/test_control.py -k comes_again", slow=True),
     Mutant("one of several processes is taken for alone", "jaxdist/runtime/start.py",
            "    _check_alone(connector)\n", "    pass\n", "tests/jobs/test_start.py -k initialized"),
 ]  # fmt: skip

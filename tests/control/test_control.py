@@ -11,6 +11,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -157,6 +158,51 @@ def test_a_stranger_takes_no_place(env: dict[str, str | None], user: str, own: d
     right = joining(1, url, own)
     results = [one.end(60) for one in (root, right)]
     assert [result.returncode for result in results] == [0, 0], [result.output for result in results]
+
+
+class Cut(threading.Thread):
+    """Passes bytes on to a port, and cuts its first connection when it is told to."""
+
+    def __init__(self, port: int):
+        super().__init__(daemon=True)
+        self.server, self.port, self.first = socket.create_server(("127.0.0.1", 0)), port, list[socket.socket]()
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                ours, _ = self.server.accept()
+                theirs = socket.create_connection(("127.0.0.1", self.port))
+                self.first = self.first or [ours, theirs]
+                for source, target in ((ours, theirs), (theirs, ours)):
+                    threading.Thread(target=self.pass_on, args=(source, target), daemon=True).start()
+
+    def pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+
+    def cut(self) -> None:
+        for sock in self.first:
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_hear_the_roots_answer_comes_again() -> None:
+    port, env = jobs.free_port(), {"JAXDIST_SECRET": "ours"}
+    root = joining(0, f"tcp://127.0.0.1:{port}", env, 3)
+    wait_for_port(root, port)
+    between = Cut(port)
+    behind = joining(1, f"tcp://127.0.0.1:{between.server.getsockname()[1]}", env, 3)
+    end = time.monotonic() + 60
+    while not between.first:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    time.sleep(1)  # until it has proved to be of the job, and waits for the third
+    between.cut()
+    results = [one.end(60) for one in (joining(2, f"tcp://127.0.0.1:{port}", env, 3), behind, root)]
+    assert [result.returncode for result in results] == [0] * 3, [result.output for result in results]
+    between.server.close()
 
 
 @pytest.mark.slow
