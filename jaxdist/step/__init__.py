@@ -9,6 +9,6 @@
 | `placer` | state and batches are put onto the mesh |
 | `tracing`, `matching`, `effects`, `modules` | the step as a jaxpr; what is kept like which argument; objects of nnx |
 | `program_cache`, `program` | the programs of a step; one of them: place, bucket, lower |
-| `stages`, `forecast` | `lower` and `trace`; the step on devices that are not here |
-| `donation`, `finite`, `debugging` | memory that is used again; NaN by name; `jax.disable_jit` and the like |
+| `forecast`, `choice` | the step on devices that are not here; which mesh is the fastest |
+| `donation`, `finite` | memory that is used again; NaN by name |
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -58,21 +57,6 @@ class Calling:
             named = zip(self.of(len(values), keywords), values, strict=True)
             values = tuple(_static(name, x) if name in self._static else x for name, x in named)
         return values, keywords
-
-    def with_static(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], of: tuple[tuple[Any, ...], dict[str, Any]]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call without its static arguments, as what was compiled ahead takes it, with those of another call."""
-        if not self._static:
-            return args, kwargs
-        given, all_args = iter(args), []
-        for name, x in zip(self.of(len(of[0])), of[0], strict=True):
-            if name in self._static:
-                all_args.append(x)
-            else:
-                all_args += itertools.islice(given, 1)
-        named = {name: x for name, x in of[1].items() if name in self._static}
-        return (*all_args, *given), {**named, **kwargs}
 
     def of(self, count: int, keywords: Collection[str] = ()) -> list[str]:
         """How messages call each argument of a call."""

@@ -84,7 +84,7 @@ class Calls:
         try:
             leaves, tree = flat(args, keywords)
             known = latest = self._latest.get(tree)
-            settings = trace_settings(), self._cache.debugging
+            settings = trace_settings(), self._cache.looked_for
             if known is None or not known.fits(leaves, self._placer.batch_key, settings) or known.gone(leaves):
                 if known is None and modules.found(args):
                     raise modules.FoundError
@@ -173,7 +173,7 @@ class Calls:
         """What has to be the same on all ranks."""
         entries = [*self._settings.said(), *((f"constant {name}", value) for name, value in signature.constants)]
         entries += [(f"setting {name}", value) for name, value in of_jax().items()]
-        entries.append(("setting for debugging", str(self._cache.debugging)))
+        entries.append(("setting for NaN and infinity", str(self._cache.looked_for)))
         for name, is_batch, x in zip(signature.names, signature.is_batch, data, strict=True):
             if is_batch:
                 entries.append((f"leaf {name}", f"{_type_of(x)} (batch)"))

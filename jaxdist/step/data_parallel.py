@@ -106,8 +106,8 @@ def data_parallel(
       mesh: the devices to use, with one axis named ``"data"``. The default is all devices of the job.
 
     Returns:
-      A function with the same arguments. It has the methods ``lower``, ``trace``, ``eval_shape``, and ``clear_cache``
-      of a function from ``jax.jit``.
+      A function with the same arguments. Like a function from ``jax.jit``, it has the methods ``lower`` (to look at the
+      program and to compile it for its memory and cost) and ``clear_cache``.
 
     Raises:
       ValueError: (on every rank) the batch cannot be divided over the devices, or the ranks' arguments differ.

@@ -7,12 +7,11 @@ import dataclasses
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, overload
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxdist.agreement import sync
@@ -26,19 +25,19 @@ from jaxdist.mesh import Sizes, mesh_of
 from jaxdist.placements import report
 from jaxdist.placements.strategy import Placed
 from jaxdist.runtime.context import Context, get_context, machine_of
-from jaxdist.step import debugging, finite, modules, stages
+from jaxdist.step import finite, modules
 from jaxdist.step.calls import Calls
 from jaxdist.step.choice import agreed, choose
 from jaxdist.step.donation import Taken, check_there
 from jaxdist.step.forecast import Forecast
 from jaxdist.step.method import Method
-from jaxdist.step.placer import Placer
+from jaxdist.step.placer import Placer, on_one_device
 from jaxdist.step.program import Program
 from jaxdist.step.program_cache import ProgramCache
 from jaxdist.step.reading import Reader
 from jaxdist.step.settings import AUTO, Settings
-from jaxdist.step.signature import Signature, Signatures, flat, is_array
-from jaxdist.step.tracing import is_traced, run, say_once
+from jaxdist.step.signature import Signature, Signatures, flat
+from jaxdist.step.tracing import is_traced, say_once
 from jaxdist.tracebacks import api_boundary
 
 P = ParamSpec("P")
@@ -87,49 +86,32 @@ class DataParallel(Generic[P, R]):
     @under_no_mesh
     def _outermost(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._bind_context(args, kwargs)
-        if on := debugging.settings():
-            return self._debug(on, args, kwargs)
+        config: Any = jax.config
+        if config.jax_disable_jit:
+            return self._op_by_op(args, kwargs)
+        if config.jax_debug_nans or config.jax_debug_infs:  # counted in the step: JAX would look in our code
+            with self._cache.looking_for((config.jax_debug_nans, config.jax_debug_infs)):
+                return self._dispatch(args, kwargs)
         if self._is_first:
             self._is_first = False
             with without_collecting():
                 return self._dispatch(args, kwargs)
         return self._dispatch(args, kwargs)
 
-    def _debug(self, on: debugging.DebugSettings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call under `jax.disable_jit`, or one that is to say where NaN come from: JAX would look in our code."""
-        if not on.disable_jit:
-            with jax.debug_nans(False), jax.debug_infs(False), self._cache.under(on):
-                try:
-                    return self._dispatch(args, kwargs)
-                except FloatingPointError as error:
-                    found = error
-            assert self._context is not None
-            if self._context.size == 1:
-                self._op_by_op(args, kwargs)  # the operation that makes the first one raises
-            raise found
-        return self._op_by_op(args, kwargs)
-
     def _op_by_op(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The plain step in Python, under `jax.disable_jit`."""
         assert self._context is not None
         if self._context.size > 1:
-            error = StepError(
+            raise StepError(
                 f"step {self._base!r}: jax.disable_jit() runs a step in Python, without the other ranks. Use it in one "
                 "process, with the whole batch (python train.py)"
             )
-            self._calls.begin()
-            self._calls.report(error)
-            raise error
-        args, keywords = self._settings.calling.arrange(args, kwargs)
-        objects: list[Any] = []
-        if modules.found(args):
-            args, objects = modules.split(args)
-        check_there(self._base, self._settings.calling, args, keywords, jax.tree.leaves(args))
-        signature, leaves = self._signature(args, keywords)
-        plain = lambda *args: with_axis(
-            lambda *xs: run(self._settings.step, modules.apart(xs), signature.keywords), args
-        )
-        result = debugging.op_by_op(plain, signature, leaves)
-        return modules.update(objects, result) if objects else result
+        arranged, keywords = self._settings.calling.arrange(args, kwargs)
+        check_there(self._base, self._settings.calling, arranged, keywords, jax.tree.leaves(arranged))
+        with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):  # JAX's check would name the copy
+            args = tuple(x if modules.found(x) else jax.tree.map(on_one_device, x) for x in args)
+            kwargs = {name: x if modules.found(x) else jax.tree.map(on_one_device, x) for name, x in kwargs.items()}
+        return self._plain(args, kwargs)
 
     def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         keywords: tuple[str, ...] = ()
@@ -166,50 +148,30 @@ class DataParallel(Generic[P, R]):
                     x.delete()
         if found is not None:
             assert self._mesh is not None
-            on = None if self._settings.check_finite else self._cache.debugging
-            kinds = (on.nans, on.infs) if on else (True, True)
+            kinds = (self._cache.looked_for if not self._settings.check_finite else None) or (True, True)
             finite.examine(program.placed.step.checked, found, self._mesh, f"step {name!r}, call {call}: ", kinds)
         if self._settings.check_every and call % self._settings.check_every == 0:
             assert self._context is not None
             sync.compare(self._context, result, f"check of {name} call {call}", f"step {name!r}, call {call}: result")
         return result
 
+    def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The undecorated step."""
+        step = self._settings.step
+        return with_axis(lambda *xs: step(*modules.apart(xs), **modules.apart(kwargs)), args)
+
     def _on_tracers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain step; but it must not be compiled as it is in a job of several devices."""
-        step = self._settings.step
-        plain = lambda *xs: step(*modules.apart(xs), **modules.apart(kwargs))
-        result = with_axis(plain, args)
+        result = self._plain(args, kwargs)
         if inside_step():
             return result
         return jax.tree.map(lambda x: plain_p.bind(x, name=self._base) if isinstance(x, jax.Array) else x, result)
 
     @api_boundary
-    def lower(self, *args: P.args, **kwargs: P.kwargs) -> stages.Lowered:
-        """The step for these arguments, not yet compiled, like ``jax.jit(step).lower``. Nothing is sent."""
-        return self._ahead("lower", args, kwargs, stages.Lowered)
-
-    @api_boundary
-    def trace(self, *args: P.args, **kwargs: P.kwargs) -> stages.Traced:
-        """The program for all devices, traced, like ``jax.jit(step).trace``. Nothing is sent."""
-        return self._ahead("trace", args, kwargs, stages.Traced)
-
-    @api_boundary
     @under_no_mesh
-    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """Shapes and types of the result, like ``jax.jit(step).eval_shape``. Nothing is sent."""
-        self._bind_context(args, kwargs)
-        arranged, keywords = self._arguments(args, kwargs)
-        result = self._cache.traced(*self._signature(arranged, keywords)).result()
-        return result[0] if any(type(x) is modules.NnxArrays for x in arranged) else result
-
-    def clear_cache(self) -> None:
-        """Forget what was traced and compiled, like ``jax.jit(step).clear_cache``."""
-        if self._context is not None:
-            self._cache.clear()
-            self._calls.clear()
-
-    @under_no_mesh
-    def _ahead(self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any], stage: Callable[..., Any]) -> Any:
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
+        """The program for these arguments, lowered and not yet compiled, to look at: its text, cost and memory. Nothing
+        is sent."""
         self._bind_context(args, kwargs)
         signature, leaves = self._signature(*self._arguments(args, kwargs))
         batch = [leaves[i] for i in signature.batch]
@@ -219,18 +181,15 @@ class DataParallel(Generic[P, R]):
         program = self._cache.program(signature, leaves)
         self._say(program)
         state = [self._placer.abstract_state(leaves[i], program.placed.layouts[i]) for i in signature.state]
-        ahead = program.ahead(what, state, [
+        return program.lower(state, [
             self._placer.abstract_batch(x, how) for x, how in zip(batch, program.placed.batch, strict=True)
         ])  # fmt: skip
-        complete = functools.partial(self._settings.calling.with_static, of=(args, kwargs))
-        return stage(ahead, stages.AheadCall(program, complete, self._types, self._types(args, kwargs), self._call))
 
-    def _types(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Structure and types of a call's arguments; constants as they are."""
-        args, keywords = self._arguments(args, kwargs)
-        leaves, tree = jax.tree.flatten(args)
-        of = lambda x: (np.shape(x), jax.dtypes.result_type(x)) if is_array(x) else x
-        return tree, keywords, tuple(map(of, leaves))
+    def clear_cache(self) -> None:
+        """Forget what was traced and compiled, like ``jax.jit(step).clear_cache``."""
+        if self._context is not None:
+            self._cache.clear()
+            self._calls.clear()
 
     @property
     def mesh(self) -> Mesh | Sizes | Literal["auto"] | None:

@@ -161,7 +161,7 @@ class Forecast:
         given = [held[i] for i in signature.state], [held[i] for i in signature.batch]
         return Ahead(
             emitted, program.placed.axes, frozenset(trace.marks.levels), "parameter" in roles, arguments,
-            max(0, results), shared, work(placed[-1]), lambda: program.ahead("lower", *given),
+            max(0, results), shared, work(placed[-1]), lambda: program.lower(*given),
         )  # fmt: skip
 
     def _types(self) -> list[Any]:

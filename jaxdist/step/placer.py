@@ -17,7 +17,7 @@ from jaxdist.mesh import AXIS, GROUP, NAMES, by_rank, data_size, in_a_row, parts
 from jaxdist.placements.layouts import HOST, Cut, Layout, Padded, copied, layout, of_batch, on_host, physical, sharding
 from jaxdist.runtime.context import Context
 from jaxdist.step import batch
-from jaxdist.step.signature import NUMBERS
+from jaxdist.step.signature import NUMBERS, is_array
 
 ELSEWHERE = object()
 """In place of the layout of a leaf that is not on the mesh yet."""
@@ -302,6 +302,15 @@ def abstract(x: Any) -> jax.ShapeDtypeStruct:
     """The type of a leaf as the step sees it; the leaf may be a type itself."""
     aval = jax.typeof(x.array if type(x) is Padded else x if hasattr(x, "dtype") else jnp.asarray(x))
     return jax.ShapeDtypeStruct(np.shape(x), aval.dtype, weak_type=aval.weak_type)
+
+
+def on_one_device(x: Any) -> Any:
+    """A leaf as an array on one device; numbers and what is no array as they are."""
+    if isinstance(x, NUMBERS) or not is_array(x):
+        return x
+    if batch.is_keys(x):
+        return jax.random.wrap_key_data(on_one_device(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+    return jnp.asarray(np.asarray(x))
 
 
 def in_shards(x: Any) -> bool:

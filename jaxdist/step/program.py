@@ -44,7 +44,6 @@ class Program:
         self.virtual = placed.mesh.devices.flat[0].platform == "cpu" and len(placed.mesh.local_devices) > 1
         self._calls = 0
         self._has_constants = has_constants(placed.step.tree)
-        self._executable: jax.stages.Compiled | None = None  # compiled ahead of the first call; else `jax.jit` does it
         self._padded_results: list[tuple[int, Layout]] = []
         run = functools.partial(self._run)
         run.__name__ = name  # type: ignore[attr-defined]
@@ -58,10 +57,6 @@ class Program:
             compiler_options=compiler_options(mesh) or None,
         )
 
-    def use(self, executable: jax.stages.Compiled) -> None:
-        """Run what was compiled ahead, where it fits."""
-        self._executable = executable
-
     @functools.cached_property
     def traced(self) -> Traced:
         """The program of a device and the step that it is of, which ranks compare."""
@@ -74,13 +69,7 @@ class Program:
     def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> tuple[Any, Any]:
         """Run it."""
         args = list(self._pick[0](state)), list(self._pick[1](state)), batch
-        if self._executable is None:
-            outs, found = self._jitted(*args), None
-        else:
-            try:
-                outs, found = self._executable(*args), None
-            except (TypeError, ValueError):  # of other types, or kept otherwise
-                outs, found = self._jitted(*args), None
+        outs, found = self._jitted(*args), None
         self._calls += 1
         if self.virtual and self._calls % _AHEAD == 0:
             jax.block_until_ready(outs)
@@ -92,17 +81,16 @@ class Program:
         result = jax.tree.unflatten(step.tree, outs)
         return constants_back(result) if self._has_constants else result, found
 
-    def ahead(self, what: str, state: Sequence[Any], batch: Sequence[Any]) -> Any:
-        """What ``jax.jit(f).lower`` returns, or another of its methods."""
-        ahead = getattr(self._jitted, what)(list(self._pick[0](state)), list(self._pick[1](state)), batch)
-        if what == "lower":
-            # What is in the host's memory, and does not say so (see `compat.say_on_host`).
-            held = [self.placed.state[k] for ks in self._order for k in ks]
-            away = [k for k, how in enumerate(held) if how and how.host]
-            away = [k for k in away if sharding(self.placed.mesh, held[k]).memory_kind != HOST]
-            if away:
-                compat.say_on_host(ahead, away, HOST)
-        return ahead
+    def lower(self, state: Sequence[Any], batch: Sequence[Any]) -> jax.stages.Lowered:
+        """What ``jax.jit(f).lower`` returns."""
+        lowered = self._jitted.lower(list(self._pick[0](state)), list(self._pick[1](state)), batch)
+        # What is in the host's memory, and does not say so (see `compat.say_on_host`).
+        held = [self.placed.state[k] for ks in self._order for k in ks]
+        away = [k for k, how in enumerate(held) if how and how.host]
+        away = [k for k in away if sharding(self.placed.mesh, held[k]).memory_kind != HOST]
+        if away:
+            compat.say_on_host(lowered, away, HOST)
+        return lowered
 
     def _run(self, given_up: Sequence[Any], kept: Sequence[Any], batch: Sequence[Any]) -> Any:
         placed = self.placed

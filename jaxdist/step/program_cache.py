@@ -14,7 +14,6 @@ from jaxdist.compat import trace_settings
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, MODEL, data_size
 from jaxdist.placements.layouts import Layout, check_host_memory, on_host
-from jaxdist.step import debugging
 from jaxdist.step.placed import PlacedStep
 from jaxdist.step.placer import Placer, abstract
 from jaxdist.step.program import Program
@@ -39,16 +38,17 @@ class ProgramCache:
         self._jaxprs: dict[Any, StepJaxpr] = {}
         self.traces: dict[Any, TracedStep] = {}
         self.programs: dict[Any, Program] = {}
-        self.debugging: debugging.DebugSettings | None = None
+        self.looked_for: tuple[bool, bool] | None = None
 
     @contextlib.contextmanager
-    def under(self, settings: debugging.DebugSettings) -> Iterator[None]:
-        """Make the programs of calls in here as these settings of JAX want them."""
-        self.debugging = settings
+    def looking_for(self, kinds: tuple[bool, bool]) -> Iterator[None]:
+        """Make the programs of calls in here count NaN, infinity, or both, as JAX is told to look for them."""
+        self.looked_for = kinds
         try:
-            yield
+            with jax.debug_nans(False), jax.debug_infs(False):
+                yield
         finally:
-            self.debugging = None
+            self.looked_for = None
 
     def clear(self) -> None:
         """Forget them."""
@@ -83,10 +83,10 @@ class ProgramCache:
     def jaxpr(self, signature: Signature, types: Sequence[Any]) -> StepJaxpr:
         """The step for leaves of these types, traced once."""
         call = (signature.tree, signature.keywords, signature.numbers)
-        key = (call, trace_settings(), self.debugging, *((a.shape, a.dtype, a.weak_type) for a in types))
+        key = (call, trace_settings(), self.looked_for, *((a.shape, a.dtype, a.weak_type) for a in types))
         if key not in self._jaxprs:
             of = self._settings
-            check = of.check_finite or self.debugging is not None
+            check = of.check_finite or self.looked_for is not None
             self._jaxprs[key] = jaxpr_of(of.step, signature, types, self._mesh, check)
         return self._jaxprs[key]
 

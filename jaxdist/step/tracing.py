@@ -69,11 +69,6 @@ class TracedStep(StepJaxpr):
     may_take: frozenset[int]  # the arguments of whose structure there are as many results as arguments
     weighed: Sequence[Weighed]  # what it would take to cut other leaves along the model axis
 
-    def result(self) -> Any:
-        """Shapes and types of the step's result."""
-        types = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in self.jaxpr.out_avals]
-        return constants_back(jax.tree.unflatten(self.tree, types[: self.tree.num_leaves]))
-
 
 def traced(
     step: StepJaxpr,

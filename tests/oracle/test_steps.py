@@ -221,20 +221,19 @@ def test_an_error_between_steps_shows_no_frames_of_ours(call: Any, tmp_path: Pat
     assert set(frames(error.value)) == {__file__}
 
 
-def test_debug_nans_names_the_operation_and_keeps_the_state() -> None:
+def test_debug_nans_names_the_leaf_and_keeps_the_state() -> None:
     step = jaxdist.data_parallel(lambda w, x: (w - 0.1 * jnp.mean(jnp.log(x), 0), jnp.exp(1e4 * abs(x).max())))
     w, _ = step(W, abs(X))
     with jax.debug_nans(True):
-        with raises(FloatingPointError, "log"):
+        with raises(FloatingPointError, "result[0]", "NaN"):
             step(w, X)
         found, infinite = step(w, abs(X))  # the state is still there, and infinity is not NaN
     assert np.isinf(infinite)
     close(found, W - 0.2 * np.log(abs(X)).mean(0))
-    with jax.debug_infs(True), raises(FloatingPointError, "inf"):
+    with jax.debug_infs(True), raises(FloatingPointError, "result[1]", "infinite"):
         step(found, abs(X))
-    with jax.debug_nans(True), pytest.raises(FloatingPointError) as caught:
-        jaxdist.data_parallel(sgd)(W, np.full_like(X, np.nan))
-    assert any(" x " in note for note in caught.value.__notes__), "it was in the argument already"
+    with jax.debug_nans(True), jax.disable_jit(), raises(FloatingPointError, "log"):
+        step(w, X)
 
 
 def test_debug_nans_does_not_fire_on_padding() -> None:
