@@ -87,10 +87,9 @@ def train_step(state: TrainState, batch) -> tuple[TrainState, dict[str, jax.Arra
     return state.apply_gradients(grads=grads), {"loss": loss, **seen}
 
 
-def eval_step(state: TrainState, padded) -> jax.Array:
-    batch, weight_B = padded
+def eval_step(state: TrainState, batch) -> jax.Array:
     logits_Bx10, _ = state.apply_fn(state.params, batch["image"])
-    return jnp.sum((logits_Bx10.argmax(-1) == batch["label"]) * weight_B)
+    return jnp.sum(logits_Bx10.argmax(-1) == batch["label"])
 
 
 def main() -> None:
@@ -114,7 +113,7 @@ def main() -> None:
     train_set, test_set = arrays(None)
     share = args.batch_size // ctx.parts(mesh)[1]  # processes along the model axis pass the same rows
     batches = jaxdist.loader(train_set, share, seed=args.seed, mesh=mesh)
-    tests = jaxdist.loader(test_set, share, shuffle=False, tail="pad", mesh=mesh)
+    tests = jaxdist.loader(test_set, share, shuffle=False, tail="keep", mesh=mesh)
     model = Classifier()
     params = jax.jit(model.init)(jax.random.key(args.seed), train_set["image"][:1])
     tx = jaxdist.zero(optax.adam(args.lr), args.level)
@@ -127,7 +126,7 @@ def main() -> None:
         for batch in batches:
             state, metrics = train(state, batch)
             seen.append(metrics)
-        accuracy = sum(int(evaluate(state, padded)) for padded in tests) / len(test_set["label"])
+        accuracy = sum(int(evaluate(state, batch)) for batch in tests) / len(test_set["label"])
         loss, dropped = (sum(float(m[name]) for m in seen) / len(seen) for name in ("loss", "dropped"))
         console.log(f"epoch {epoch + 1} loss {loss:.6f} dropped {dropped:.4f} test_accuracy {accuracy:.4f}")
     devices = 1 if args.single else ctx.num_devices

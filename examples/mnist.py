@@ -63,10 +63,9 @@ def train_step(state, batch):
 
 
 @jaxdist.data_parallel
-def eval_step(state, padded):
-    batch, weight_B = padded
+def eval_step(state, batch):
     logits_BxK = state.apply_fn({"params": state.params, **state.stats}, batch["image"], train=False)
-    return jnp.sum((logits_BxK.argmax(axis=-1) == batch["label"]) * weight_B)
+    return jnp.sum(logits_BxK.argmax(axis=-1) == batch["label"])
 
 
 def main() -> None:
@@ -86,7 +85,7 @@ def main() -> None:
 
     train, test = arrays(args.data_dir)
     batches = jaxdist.loader(train, args.batch_size // ctx.size, seed=args.seed)
-    tests = jaxdist.loader(test, args.batch_size // ctx.size, shuffle=False, tail="pad")
+    tests = jaxdist.loader(test, args.batch_size // ctx.size, shuffle=False, tail="keep")
     lr = args.lr or {"sgd": 0.03, "adam": 1e-3}[args.optimizer]
     tx = optax.adam(lr) if args.optimizer == "adam" else optax.sgd(lr, momentum=0.9)
     tx = jaxdist.zero(tx, args.level)

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
-from jaxdist.collectives.public import allgather
 from jaxdist.data.loader import Loader
 from jaxdist.data.sampling import Place
-from jaxdist.mesh import Sizes
 from jaxdist.placements.layouts import Padded
-from jaxdist.runtime.context import Context, get_context, parts_of_ranks
+from jaxdist.runtime.context import Context, get_context
 from jaxdist.sharding import unshard
 from jaxdist.step.tracing import say_once
 
 _AHEAD = 32  # batches that the host may be ahead of the device
-_APART = 0.05  # of the largest sum: more than rounding
-
-_checked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def evaluate(step: Callable[..., Any], *arguments: Any) -> Any:
@@ -35,8 +29,7 @@ def evaluate(step: Callable[..., Any], *arguments: Any) -> Any:
     to 32 batches ahead of the device.
 
     Every process calls it. A `jaxdist.loader` is read for one whole epoch. With ``tail="keep"``, the last batch is
-    smaller. With ``tail="pad"``, the step's last argument is ``(batch, weight)``. The step is then called twice more on
-    the first batch, on two halves of the examples, to check that its sums use the weight.
+    smaller.
 
     Args:
       step: a function ``(*state, batch) -> sums`` decorated with `jaxdist.data_parallel` or `jaxdist.parallel`. `sums`
@@ -48,8 +41,7 @@ def evaluate(step: Callable[..., Any], *arguments: Any) -> Any:
       A pytree with the structure of `sums`, the same on every rank: Python numbers for scalars, NumPy arrays otherwise.
 
     Raises:
-      ValueError: (on every rank) there are no batches, or the step returns one entry per example, 16 bits, or means
-        (detected with ``tail="pad"``) instead of sums.
+      ValueError: (on every rank) there are no batches, or the step returns one entry per example or 16 bits.
       ControlError: (on every rank) the ranks have different numbers of batches.
 
     Example:
@@ -65,7 +57,7 @@ def evaluate(step: Callable[..., Any], *arguments: Any) -> Any:
     if not arguments:
         raise TypeError("evaluate(step, *state, batches): there are no batches")
     *state, batches = arguments
-    ctx, padded = get_context(), isinstance(batches, Loader) and batches._reader.sampling.pad
+    ctx = get_context()
     if isinstance(batches, Loader):
         _start(batches, ctx)
     waiting: deque[Any] = deque()
@@ -74,9 +66,6 @@ def evaluate(step: Callable[..., Any], *arguments: Any) -> Any:
         sums = step(*state, batch)
         if count == 1:
             _check(sums, ctx)
-            if padded and step not in _checked:
-                _checked.add(step)
-                _check_weight(step, state, batch, sums)
         for x in jax.tree.leaves(sums):
             getattr(x, "copy_to_host_async", bool)()
         waiting.append(sums)
@@ -96,7 +85,7 @@ def _start(batches: Loader, ctx: Context) -> None:
     if at.position:  # it was restored, or left
         batches._go(Place(at.epoch + 1))
     streams, dropped = batches._reader.streams, sampling.length % sampling.whole
-    if ctx.is_root and not (sampling.pad or sampling.keep) and (streams or dropped):
+    if ctx.is_root and not sampling.keep and (streams or dropped):
         which = (
             "what fills no batch at the end of the stream" if streams else f"{dropped} of {sampling.length} examples"
         )
@@ -139,68 +128,30 @@ def _check(sums: Any, ctx: Context) -> None:
         raise ValueError(f"evaluate: the step returns {sums!r}: expected sums, such as a dict of arrays")
 
 
-def _check_weight(step: Callable[..., Any], state: list[Any], batch: Any, sums: Any) -> None:
-    """Sums of two halves of the examples give the sum of all; means, maxima, and sums that ignore the weight do not."""
-    examples, weight = batch
-    if isinstance(weight, Padded):
-        return
-    half = weight * (np.arange(len(weight)) % 2 == 0)  # on the devices, if it is there
-    halves = [jax.tree.leaves(step(*state, (examples, part))) for part in (half, weight - half)]
-    for (path, whole), *parts in zip(jax.tree_util.tree_leaves_with_path(sums), *halves, strict=True):
-        a, b, both = map(_fetch, (*parts, whole))
-        largest = max(np.max(np.abs(x), initial=0.0) for x in (a, b, both))
-        if np.isfinite(both).all() and not np.max(np.abs(a + b - both), initial=0.0) <= _APART * largest:
-            told = (f"{x.ravel()[0]:.4g}" + ", …" * bool(x.ndim) for x in (a, b, both))
-            raise ValueError(
-                f"evaluate: result{jax.tree_util.keystr(path)} of the step is not a sum over the examples with a "
-                "weight: the two halves of a batch give {} and {}, the whole gives {}. Return sums and counts, "
-                "jnp.sum(losses * weight) and jnp.sum(weight), and divide the results of evaluate".format(*told)
-            )
-
-
-def gather_for_metrics(tree: Any, weight: Any, mesh: Mesh | Sizes | None = None) -> Any:
-    """Gather the values that a step computed for the real examples of all ranks. Every process calls it.
+def gather_for_metrics(tree: Any) -> Any:
+    """Gather the values that a decorated step returned for each example. Every process calls it.
 
     Args:
-      tree: arrays with one entry per example, as a decorated step returns them, or this process's own.
-      weight: the weight of a loader with ``tail="pad"``, or the weight that the step returned.
-      mesh: the mesh of the loader.
+      tree: arrays with one entry per example, as a decorated step returns them. Return labels from the step, too.
 
     Returns:
-      A pytree of NumPy arrays with the structure of `tree`, on every process, without the entries of weight 0. Over an
-      epoch, it contains each example once.
+      A pytree of NumPy arrays with the structure of `tree`, on every process, with the examples of all processes in the
+      order of the batch. Over an epoch with ``tail="keep"``, it contains each example once.
 
     Raises:
-      ValueError: an array does not have one entry per example.
+      ValueError: an array is this process's own, and there are others.
 
     Example:
       >>> import jaxdist, numpy as np
       >>> from jaxdist.data import gather_for_metrics
-      >>> gather_for_metrics({"label": np.array([7, 3, 7])}, np.array([1.0, 1.0, 0.0]))["label"].tolist()
+      >>> step = jaxdist.data_parallel(lambda batch: batch["label"])
+      >>> gather_for_metrics(step({"label": np.array([7, 3])})).tolist()
       [7, 3]
     """
-    ctx = get_context()
-    own, parts = ctx.parts(mesh)
-    passed = parts_of_ranks(ctx, mesh)
-    once = [next((r, of.index(part)) for r, of in enumerate(passed) if part in of) for part in range(parts)]
-
-    def whole(x: Any) -> np.ndarray:
-        if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding):
-            return np.asarray(unshard(x))
-        rows = np.asarray(x)
-        if not rows.ndim or len(own) == parts:
-            return rows
-        rows = rows.reshape(len(own), -1, *rows.shape[1:])
-        everyone = np.asarray(allgather(rows)).reshape(ctx.size, *rows.shape)
-        return np.concatenate([everyone[at] for at in once])
-
-    real = whole(weight) > 0
-
-    def select(path: Any, x: Any) -> np.ndarray:
-        rows = whole(x)
-        if rows.shape[:1] != real.shape:
-            name = jax.tree_util.keystr(path) or "tree"
-            raise ValueError(f"{name} has shape {rows.shape}, and there are {len(real)} examples with a weight")
-        return rows[real]
-
-    return jax.tree_util.tree_map_with_path(select, tree)
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if get_context().size > 1 and not isinstance(getattr(x, "sharding", None), NamedSharding):
+            raise ValueError(
+                f"gather_for_metrics: {jax.tree_util.keystr(path) or 'tree'} holds this process's examples only: "
+                "return it from the decorated step, together with the predictions"
+            )
+    return jax.tree.map(np.asarray, unshard(tree))

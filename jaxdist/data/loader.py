@@ -23,7 +23,7 @@ from jaxdist.runtime.context import Context, get_context
 from jaxdist.step.batch import batch_part
 from jaxdist.step.tracing import say_once
 
-Tail = Literal["drop", "pad", "keep"]
+Tail = Literal["drop", "keep"]
 State = dict[str, Any]
 _ERRORS = ValueError, TypeError, OSError, ImportError, DataError
 
@@ -60,9 +60,7 @@ def loader(
       tail: how to treat the last examples of an epoch if they do not fill a batch on every rank. ``"drop"`` leaves them
         out. ``"keep"`` yields a smaller last batch, for which a decorated step computes the result of one device with
         these examples. (With several processes, the parts have equal length and know which examples are real, so pass
-        them to the step unchanged.) ``"pad"`` fills the batch from the epoch's start and yields ``(batch, weight)``,
-        where `weight` is float32, 1 for real examples and 0 for padding. Means like ``jnp.sum(losses * weight) /
-        jnp.sum(weight)`` are exact; see also `gather_for_metrics`.
+        them to the step unchanged.)
       transform: ``example -> example``, or ``(example, rng) -> example`` with a ``numpy.random.Generator`` that differs
         for each example and epoch.
       workers: the number of processes that read and transform; with 0, this process does. Each gets a pickled copy of
@@ -83,12 +81,11 @@ def loader(
 
     Example:
       >>> import jaxdist, numpy as np
-      >>> batches = jaxdist.loader({"x": np.arange(5)}, 2, shuffle=False, tail="pad")
-      >>> for batch, weight in batches:
-      ...     print(batch["x"].tolist(), weight.tolist())
-      [0, 1] [1.0, 1.0]
-      [2, 3] [1.0, 1.0]
-      [4, 0] [1.0, 0.0]
+      >>> for batch in jaxdist.loader({"x": np.arange(5)}, 2, shuffle=False, tail="keep"):
+      ...     print(batch["x"].tolist())
+      [0, 1]
+      [2, 3]
+      [4]
     """
     settings = {"workers": workers, "prefetch": prefetch}
     return Loader(get_context(), source, batch_size, shuffle, seed, tail, transform, mesh, **settings)
@@ -135,14 +132,14 @@ class Loader:
             given = {"batch_size": batch_size, "seed": seed, "workers": workers, "prefetch": prefetch}
             for name, value in given.items():
                 _check_integer(f"{name}={value!r}", value, int(name == "batch_size"))
-            if tail not in ("drop", "pad", "keep"):
-                raise ValueError(f"tail={tail!r}: 'drop', 'keep' or 'pad'")
+            if tail not in ("drop", "keep"):
+                raise ValueError(f"tail={tail!r}: 'drop' or 'keep'")
             own, parts = context.parts(mesh)
             size, seed_ = operator.index(batch_size), operator.index(seed)
             streams = is_stream(source)
             data = Arrays(source) if isinstance(source, np.ndarray | jax.Array | dict | tuple) else source
             length = 1 if streams else len(data)
-            sampling = Sampling(length, size, own, parts, bool(shuffle), seed_, tail == "pad", tail == "keep")
+            sampling = Sampling(length, size, own, parts, bool(shuffle), seed_, tail == "keep")
             if streams:
                 _check_stream(shuffle, workers)
             else:

@@ -91,7 +91,7 @@ class Reader:
             compat.end_with_parent()
         sampling, source = self.sampling, self.source
         at, then = sampling.seek(start, step), sampling.seek(start, step + 1)
-        indices, real = sampling.examples(at.epoch, at.position)
+        indices = sampling.examples(at.epoch, at.position)
         if isinstance(source, Arrays) and self.transform is None:
             batch = jax.tree.map(lambda x: x[indices], source.tree)
         else:
@@ -99,7 +99,7 @@ class Reader:
             # By grain's convention an index past the end belongs to a later epoch: it draws different random numbers.
             past = at.epoch * sampling.length if grain and isinstance(source, grain.MapDataset) else 0
             batch = stacked([(i, self._transformed(source[past + i], at.epoch, i)) for i in indices.tolist()])
-        return Read(self._weighted(batch, real), sampling.tail(at.position), at, then)
+        return Read(batch, sampling.tail(at.position), at, then)
 
     def _in_order(self, at: Place) -> Iterator[Read]:
         """The batches of a stream from a place on. Each rank reads all of it, and keeps its own rows."""
@@ -123,15 +123,14 @@ class Reader:
                 for example, *_ in rows if self.compare else ():
                     total = zlib.crc32(digest(example).to_bytes(4, "big"), total)
                 here = self.sampling.of(len(rows))
-                places, real = here.examples(0, 0)
-                mine = [(at.position + i, rows[i][0]) for i in places.tolist()]
+                mine = [(at.position + i, rows[i][0]) for i in here.examples(0, 0).tolist()]
                 batch = stacked([(i, self._transformed(example, at.epoch, i)) for i, example in mine])
-                yield Read(self._weighted(batch, real), here.tail(0), at, then, total)
+                yield Read(batch, here.tail(0), at, then, total)
                 rows, at = further, then
             at = Place(at.epoch + 1) if at.position else at
 
     def _enough(self, rows: list[Any]) -> bool:
-        return bool(rows) if self.sampling.pad or self.sampling.keep else len(rows) == self.sampling.whole
+        return bool(rows) if self.sampling.keep else len(rows) == self.sampling.whole
 
     def _examples(self, at: Place) -> Iterator[tuple[Any, int, str | None]]:
         """The rest of an epoch; each example with a position from which the stream can be read on, and its state.
@@ -186,9 +185,6 @@ class Reader:
             return False
         wanted = [p for p in parameters if p.default is p.empty and p.kind not in (p.KEYWORD_ONLY, p.VAR_POSITIONAL)]
         return sum(p.kind is not p.VAR_KEYWORD for p in wanted) > 1
-
-    def _weighted(self, batch: Any, real: np.ndarray) -> Any:
-        return (batch, real.astype(np.float32)) if self.sampling.pad else batch
 
 
 def resumption(at: Place) -> tuple[int, str | None, int | None]:

@@ -31,7 +31,6 @@ class Sampling:
     parts: int  # parts of a batch
     shuffle: bool  # whether each epoch has an order of its own
     seed: int  # of that order
-    pad: bool  # whether the tail is filled up, with a weight for each example
     keep: bool  # whether the tail comes as it is, divided over the ranks
 
     @property
@@ -47,7 +46,7 @@ class Sampling:
     def steps(self, position: int) -> int:
         """Steps from a position to the end of the epoch."""
         left = self.length - position
-        return -(-left // self.whole) if self.pad or self.keep else left // self.whole
+        return -(-left // self.whole) if self.keep else left // self.whole
 
     def seek(self, at: Place, step: int) -> Place:
         """The place of the batch that comes `step` batches after the one at a place."""
@@ -66,15 +65,14 @@ class Sampling:
         left = self.length - position
         return left if self.keep and left < self.whole else 0
 
-    def examples(self, epoch: int, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """This rank's examples of a batch, and whether each is real (the others fill up the tail)."""
+    def examples(self, epoch: int, position: int) -> np.ndarray:
+        """This rank's examples of a batch."""
         left = self.tail(position)
         each = -(-left // self.parts) or self.batch_size
         rows = np.concatenate([part * each + np.arange(each) for part in self.own])
         if left:
             rows = rows[rows < left] if self.alone else np.minimum(rows, left - 1)  # copies of the last one
-        places = position + rows
-        return self._order(epoch, places % self.length), places < self.length
+        return self._order(epoch, position + rows)
 
     def _order(self, epoch: int, places: np.ndarray) -> np.ndarray:
         if not self.shuffle:

@@ -156,7 +156,7 @@ BAD: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
     (np.arange(3), {"tail": "some"}, ("tail='some'", "keep")),
     (np.arange(3), {"batch_size": 4}, ("3 examples", "4")),
     (np.arange(3), {"shuffle": 2}, ("shuffle=2",)),
-    ([], {"tail": "pad"}, ("0 examples",)),
+    ([], {"tail": "keep"}, ("0 examples",)),
     (np.zeros((0, 3)), {}, ("0 examples",)),
     ({}, {}, ("no arrays",)),
     ({"x": np.ones(3), "y": np.ones(4)}, {}, ("source['x']", "3", "source['y']", "4")),

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from catalogue.sources import Again
 from harness.errors import raises
 
 import jaxdist
@@ -33,15 +32,7 @@ def sums_of(w: Any, batch: Any) -> Any:
     return {"loss": jnp.sum(losses), "correct": jnp.sum(correct), "confusion": confusion, "count": len(losses)}
 
 
-def weighted(w: Any, batch: Any) -> Any:
-    """Of those with a weight."""
-    batch, weight = batch
-    losses, correct = each(w, batch)
-    return {"loss": jnp.sum(losses * weight), "correct": jnp.sum(correct * weight), "count": jnp.sum(weight)}
-
-
 EXPECTED = jax.tree.map(np.asarray, sums_of(W, DATA))
-STEPS = {"pad": weighted, "keep": sums_of}
 
 
 def check(sums: Any) -> None:
@@ -57,19 +48,17 @@ class Stream:
         return (jax.tree.map(lambda x, i=i: x[i], DATA) for i in range(53))
 
 
-@pytest.mark.parametrize("tail", ["pad", "keep"])
-def test_the_sums_of_all_examples(tail: Any) -> None:
+def test_the_sums_of_all_examples() -> None:
     """Over an epoch, over another one, and over a whole one where one was begun; of a stream too."""
-    step = jaxdist.data_parallel(STEPS[tail])
-    batches = jaxdist.loader(DATA, 16, tail=tail)
-    stream = jaxdist.loader(Stream(), 16, tail=tail, shuffle=False)
+    step = jaxdist.data_parallel(sums_of)
+    batches = jaxdist.loader(DATA, 16, tail="keep")
+    stream = jaxdist.loader(Stream(), 16, tail="keep", shuffle=False)
     for loader in (batches, batches, stream):
         next(iter(loader))
         loader.set_state(loader.get_state())
         sums = jaxdist.evaluate(step, jaxdist.shard(W), loader)
         check(sums)
         assert type(sums["loss"]) is float
-    if tail == "keep":
         assert type(sums["correct"]) is type(sums["count"]) is int
         assert (type(sums["confusion"]), sums["confusion"].dtype) == (np.ndarray, np.int64)
 
@@ -103,30 +92,6 @@ def test_a_dropped_tail_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert [token for token in ("stream", "tail='keep'") if token not in stream] == []
 
 
-@pytest.mark.parametrize(
-    "result",
-    [
-        lambda losses, weight: jnp.sum(losses * weight) / jnp.sum(weight),
-        lambda losses, weight: jnp.sum(losses * weight) / jnp.maximum(jnp.sum(weight), 1),
-        lambda losses, weight: jnp.sum(losses),
-        lambda losses, weight: jnp.max(losses * weight),
-    ],
-    ids=["a mean", "a mean that is safe", "a sum without the weight", "a maximum"],
-)
-def test_what_is_no_sum_is_seen_where_there_are_weights(result: Any) -> None:
-    step = jaxdist.data_parallel(lambda w, batch: {"x": result(each(w, batch[0])[0], batch[1])})
-    with raises(ValueError, "result['x']", "weight"):
-        jaxdist.evaluate(step, W, jaxdist.loader(DATA, 16, tail="pad"))
-
-
-def test_sums_that_cancel_are_sums() -> None:
-    """Signed residuals: the halves are large, and their sum is small. And those of which all are 0."""
-    x = np.tile([1e3, -1e3], 8).astype(np.float32)
-    step = lambda batch: (jnp.sum(batch[0] * batch[1]), jnp.sum(0 * batch[1]), jnp.sum(batch[1] > 0))
-    batches = jaxdist.loader(x, 16, shuffle=False, tail="pad")
-    assert jaxdist.evaluate(jaxdist.data_parallel(step), batches) == (0, 0, 16)
-
-
 def test_what_is_refused() -> None:
     batches, step = jaxdist.loader(DATA, 16, tail="keep"), jaxdist.data_parallel
     for wrong, arguments, how, tokens in [
@@ -142,15 +107,9 @@ def test_what_is_refused() -> None:
 
 
 def test_what_each_example_gives() -> None:
-    """Without those that fill up the last batch; of what a step returned, and of a rank's own."""
-    step = jaxdist.data_parallel(lambda w, batch: (batch[0]["id"] * w, batch[1]))
+    """Once for each example, also of a last batch that the devices do not divide."""
+    step = jaxdist.data_parallel(lambda w, batch: batch["id"] * w)
     ids = list[int]()
-    for batch in jaxdist.loader({"id": np.arange(43)}, 16, shuffle=False, tail="pad"):
-        got, weight = step(jnp.ones((), int), batch)
-        ids += jaxdist.data.gather_for_metrics({"id": got}, weight)["id"].tolist()
-        assert jaxdist.data.gather_for_metrics(batch[0]["id"], batch[1]).tolist() == ids[-int(batch[1].sum()) :]
+    for batch in jaxdist.loader({"id": np.arange(43)}, 16, shuffle=False, tail="keep"):
+        ids += jaxdist.data.gather_for_metrics({"id": step(jnp.ones((), int), batch)})["id"].tolist()
     assert ids == list(range(43))
-    stream = jaxdist.loader(Again(), 16, shuffle=False, tail="pad")
-    assert sum(len(jaxdist.data.gather_for_metrics(*batch)) for batch in stream) == len(list(Again()))
-    with raises(ValueError, "['a']", "(3,)", "2"):
-        jaxdist.data.gather_for_metrics({"a": np.ones(3)}, np.ones(2))

@@ -19,31 +19,30 @@ ctx = jaxdist.init()
 FOLDER = Path(sys.argv[1])
 
 
-def steps_on_batches(tail: Any) -> None:
+def steps_on_batches() -> None:
     """On an odd number of examples: as on one device with the real ones, each of which comes once."""
     n = 101 + ctx.size
     x, seen, sizes = np.random.default_rng(0).normal(size=(n, 3)), list[int](), list[int]()
 
     @jaxdist.data_parallel
     def step(w: Any, batch: Any) -> Any:
-        (i, x), weight = batch if tail == "pad" else (batch, jnp.ones(len(batch[0])))
-        mean = lambda w: jnp.sum((x @ w - 1) ** 2 * weight) / jnp.sum(weight)
-        return w - 0.1 * jax.grad(mean)(w), ((i, weight), jnp.sum(weight), jnp.max(x))
+        i, x = batch
+        return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w - 1) ** 2))(w), (i, len(x), jnp.max(x))
 
     w = one = jnp.ones(3)
-    for batch in jaxdist.loader((np.arange(n), x), 8, tail=tail):
+    for batch in jaxdist.loader((np.arange(n), x), 8, tail="keep"):
         w, (found, count, most) = step(w, batch)
-        rows = jaxdist.data.gather_for_metrics(*found)
-        assert (
-            tail == "keep" or (jaxdist.data.gather_for_metrics(batch[0][0], batch[1]) == rows).all()
-        )  # of this rank's part
-        assert tail == "pad" or most == x[rows].max()
+        rows = jaxdist.data.gather_for_metrics(found)
+        assert most == x[rows].max()
         seen += rows.tolist()
         sizes.append(int(count))
         one = one - 0.1 * jax.grad(lambda w, rows=rows: jnp.mean((x[rows] @ w - 1) ** 2))(one)
         np.testing.assert_allclose(jaxdist.unshard(w), one, 1e-10)
     assert sorted(seen) == list(range(n))
     assert sizes == [*[8 * ctx.size] * (n // (8 * ctx.size)), n % (8 * ctx.size)]
+
+
+same = jaxdist.data_parallel(lambda batch: batch, batch_argnums=0)
 
 
 def tokens() -> None:
@@ -61,19 +60,16 @@ def tokens() -> None:
     sources: list[tuple[Any, bool | int]] = [(rows, True), (Again(rows), 8)]
     for source, shuffle in sources:
         found = []
-        for batch, weight in jaxdist.loader(source, 3, tail="pad", shuffle=shuffle):
-            found += jaxdist.data.gather_for_metrics(batch["tokens"], weight).tolist()
+        for batch in jaxdist.loader(source, 3, tail="keep", shuffle=shuffle):
+            found += jaxdist.data.gather_for_metrics(same(batch["tokens"])).tolist()
         assert sorted(found) == sorted(row["tokens"].tolist() for row in rows)
 
 
 def evaluated() -> None:
-    """Sums over all examples, whatever the tail."""
+    """Sums over all examples."""
     x = np.arange(23.0)
-    padded = jaxdist.data_parallel(lambda b: {"sum": jnp.sum(b[0] * b[1]), "count": jnp.sum(b[1])})
-    kept = jaxdist.data_parallel(lambda b: {"sum": jnp.sum(b), "count": len(b)})
-    steps: list[tuple[Any, Any]] = [(padded, "pad"), (kept, "keep")]
-    for step, tail in steps:
-        assert jaxdist.evaluate(step, jaxdist.loader(x, 4, tail=tail)) == {"sum": 253, "count": 23}
+    step = jaxdist.data_parallel(lambda b: {"sum": jnp.sum(b), "count": len(b)})
+    assert jaxdist.evaluate(step, jaxdist.loader(x, 4, tail="keep")) == {"sum": 253, "count": 23}
     own = error_of(jaxdist.evaluate, jax.jit(jnp.sum), jaxdist.loader(x, 4))
     assert (own[0], f"{ctx.size} ranks" in own[1]) == ("ValueError", True)
 
@@ -92,7 +88,7 @@ def refused(text: str) -> bytes:
 def errors() -> dict[str, list[str]]:
     """What every rank is told where one of them differs."""
     rank, x = ctx.rank, np.ones((24, 3))
-    batches, stream = jaxdist.loader(np.arange(100), 5, tail="pad"), {"shuffle": False}
+    batches, stream = jaxdist.loader(np.arange(100), 5, tail="keep"), {"shuffle": False}
     exchanged = [0, 2, 1] if rank == 1 else [0, 1, 2]  # in the midst of a batch
     return {
         "batch_size": error_of(read, x, 0 if ctx.is_root else 4),
@@ -105,22 +101,22 @@ def errors() -> dict[str, list[str]]:
         "another stream": error_of(read, Again([0, *range(rank, 30)]), shuffle=3),
         "rows exchanged": error_of(read, Again([*exchanged, *range(3, 30)]), **stream),
         "a longer stream": error_of(read, Again(range(40 - 30 * (rank > 0))), **stream),
+        "gathered": error_of(jaxdist.data.gather_for_metrics, {"a": x}),
         "no tokenizer": error_of(jaxdist.data.tokenize, ["a"], refused, FOLDER / "never"),
     }
 
 
 def some_steps() -> dict[str, Any]:
     """Three of an epoch that jobs of other sizes have begun."""
-    batches, file, seen = jaxdist.loader(np.arange(100), 5, tail="pad", prefetch=3), FOLDER / "state.json", list[int]()
+    batches, file, seen = jaxdist.loader(np.arange(100), 5, tail="keep", prefetch=3), FOLDER / "state.json", list[int]()
     if file.exists():
         batches.set_state(json.loads(file.read_text()))
-    for _, (batch, weight) in zip(range(3), batches, strict=False):
-        seen += jaxdist.data.gather_for_metrics(batch, weight).tolist()
+    for _, batch in zip(range(3), batches, strict=False):
+        seen += jaxdist.data.gather_for_metrics(same(batch)).tolist()
     return {"seen": seen, "state": batches.get_state()}
 
 
-for tail in ("pad", "keep"):
-    steps_on_batches(tail)
+steps_on_batches()
 tokens()
 evaluated()
 say(ctx.rank, {"errors": errors(), **some_steps()})

@@ -99,10 +99,10 @@ def around(folder: str, sizes: dict[str, int]) -> dict[str, float]:
     jaxdist.save(path, tuple(got), 1)
     flat = params, tx.init(params)
     gaps += [oracle.difference(want, jaxdist.unshard(jaxdist.restore(path, like))) for like in (flat, tuple(got))]
-    # The weights of a tail: each example once, though several ranks have it.
-    padded = jaxdist.loader(X, 8 // parts, shuffle=False, tail="pad", mesh=sizes)
-    seen = [jaxdist.data.gather_for_metrics(batch, weight, sizes) for batch, weight in padded]
-    gaps.append(oracle.difference(X, np.concatenate(seen)))
+    # Each example once, though several ranks have it.
+    same = jaxdist.parallel(lambda batch: batch, mesh=sizes, batch_argnums=0)
+    batches = jaxdist.loader(X, 8 // parts, shuffle=False, tail="keep", mesh=sizes)
+    gaps.append(oracle.difference(X, np.concatenate([jaxdist.data.gather_for_metrics(same(x)) for x in batches])))
     return {"gap": max(gaps)}
 
 
