@@ -106,7 +106,7 @@ def padded(level: int) -> str:
     for batch in jaxdist.loader(rows, size, seed=3, tail="keep"):
         w, opt, loss = step(w, opt, batch)
         found.append(loss)
-    each = jaxdist.data_parallel(lambda w, x: (jnp.tanh(x @ w["w0"]).sum(1), x))
+    each = jaxdist.data_parallel(lambda w, x: (jnp.tanh(x @ w["w0"]).sum(1), x), batch_argnums=1)
     found += [jaxdist.data.gather_for_metrics(each(w, batch)) for batch in jaxdist.loader(rows, size, tail="keep")]
     jaxdist.check_sync((w, opt))
     return digest((jaxdist.unshard((w, opt)), found))
