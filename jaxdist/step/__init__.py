@@ -3,7 +3,7 @@
 | where | what |
 |---|---|
 | `data_parallel`, `settings` | the decorator, and what it was given |
-| `decorated`, `method` | the decorated step, and a call of it |
+| `decorated` | the decorated step, and a call of it |
 | `calls`, `known` | the calls of a step: one that is new, which ranks compare; one that is known |
 | `calling`, `signature`, `reading`, `batch` | the arguments in order, by structure: constants, state, the batch |
 | `placer` | state and batches are put onto the mesh |

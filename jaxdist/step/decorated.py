@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import gc
 import sys
-from collections.abc import Iterator, Mapping
+import types
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, overload
 
@@ -30,7 +29,6 @@ from jaxdist.step.calls import Calls
 from jaxdist.step.choice import agreed, choose
 from jaxdist.step.donation import Taken, check_there
 from jaxdist.step.forecast import Forecast
-from jaxdist.step.method import Method
 from jaxdist.step.placer import Placer, on_one_device
 from jaxdist.step.program import Program
 from jaxdist.step.program_cache import ProgramCache
@@ -58,7 +56,6 @@ class DataParallel(Generic[P, R]):
         self._signatures = Signatures()
         self._has_modules = False  # among the arguments of some call
         self._warned = False  # of what is gathered
-        self._is_first = True  # the next call
         self.why = ""
 
     def __reduce__(self) -> Any:
@@ -70,9 +67,11 @@ class DataParallel(Generic[P, R]):
     @overload
     def __get__(self, instance: None, owner: Any = ...) -> Self: ...
     @overload
-    def __get__(self: DataParallel[Concatenate[Own, Rest], R], instance: Own, owner: Any = ...) -> Method[Rest, R]: ...
+    def __get__(
+        self: DataParallel[Concatenate[Own, Rest], R], instance: Own, owner: Any = ...
+    ) -> Callable[Rest, R]: ...
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else Method(self, instance)
+        return self if instance is None else types.MethodType(self, instance)
 
     @api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -91,10 +90,6 @@ class DataParallel(Generic[P, R]):
             return self._op_by_op(args, kwargs)
         if config.jax_debug_nans or config.jax_debug_infs:  # counted in the step: JAX would look in our code
             with self._cache.looking_for((config.jax_debug_nans, config.jax_debug_infs)):
-                return self._dispatch(args, kwargs)
-        if self._is_first:
-            self._is_first = False
-            with without_collecting():
                 return self._dispatch(args, kwargs)
         return self._dispatch(args, kwargs)
 
@@ -284,19 +279,6 @@ class DataParallel(Generic[P, R]):
         if text:
             self._warned = True  # and once of a step that is decorated anew, in a loop or for each trial
             say_once(f"step {self._base!r}: {text}")
-
-
-@contextlib.contextmanager
-def without_collecting() -> Iterator[None]:
-    """Without looking for garbage in cycles: to trace makes many objects that stay, and it is a tenth of the time."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def decorated_with(settings: Settings) -> DataParallel:
