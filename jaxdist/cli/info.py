@@ -62,7 +62,7 @@ def checks() -> Iterator[Check]:
     """All of this machine. Starts no JAX backend and no MPI in this process."""
     mpirun, library = find_mpirun(), mpi_library()
     yield Check("mpirun", mpirun is not None, f"{mpirun.version}, {mpirun.path}" if mpirun else "none", site.install())
-    load = site.how_to_load(mpirun.path) if mpirun and _version("mpi4py") else site.install()
+    load = site.LOAD if mpirun and _version("mpi4py") else site.install()
     yield Check("mpi4py", not library.problem, library.problem or f"{library.version}, {library.path}", load)
     if mpirun and not library.problem:
         same = mpirun.fits(library)

@@ -9,13 +9,10 @@ from typing import Annotated
 import typer
 
 from jaxdist.connectors import site
-from jaxdist.launch.advice import misplaced_options, ranks_and_hosts
-from jaxdist.launch.hosts import Host, parse_hosts, read_hostfile, total_ranks
-from jaxdist.launch.job import LauncherName, choose, launch
+from jaxdist.launch.hosts import Host, parse_hosts, read_hostfile, that_answer, total_ranks
+from jaxdist.launch.job import LauncherName, choose, launch, program_command
 from jaxdist.launch.output import say
 from jaxdist.launch.processes import Failed
-from jaxdist.launch.program import program_command
-from jaxdist.launch.remote import that_answer
 
 _SOON = 15.0  # seconds: a job that fails within them has made no progress
 _ENOUGH = 6  # such failures in a row
@@ -73,15 +70,15 @@ def run(
             raise ValueError(f"--only-rank {only_rank} is not one of the {size} ranks")
         script = ["-m", *script] if is_module else script
         command = program_command(script)
-        if hint := misplaced_options(script, ranks_given=ranks is not None or bool(placed)):
-            say(hint)
         mpirun = choose(launcher, needs_mpi=os.environ.get("JAXDIST_COMMUNICATOR") == "mpi")
         if mpirun is None and not all(host.local for host in placed):
             raise ValueError(f"ranks on several hosts are started through mpirun: {site.install()}")
         if lanes and lanes % size:
             raise ValueError(f"{size} ranks can't share --lanes {lanes} evenly: {size} does not divide {lanes}")
         if size > 1 or placed:
-            say(ranks_and_hosts(size, len(placed), mpirun.version if mpirun else ""))
+            where = f"{len(placed) or 1} host{'s' * (len(placed) > 1)}"
+            how = f"through {mpirun.version}" if mpirun else "without mpirun"
+            say(f"{size} rank{'s' * (size > 1)} on {where}, {how}")
         environment = dict[str, str]()
         if lanes:
             environment["JAXDIST_LANES"] = str(lanes)

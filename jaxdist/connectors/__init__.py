@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jaxdist.connectors.base import ENV, Connector, environment, need
-
-if TYPE_CHECKING:
-    from jaxdist.connectors.launchers import Launched
+from jaxdist.connectors import engines, launchers, site, slurm, tcp
+from jaxdist.connectors.base import ENV, ByBroadcast, Connector, need
 
 __all__ = ["VALID", "Connector", "choose", "connect"]
 
 VALID = ("auto", "mpi", "slurm", "env://", "tcp://host:port", "jax.distributed", "kubeflow", "ray", "local")
-_MEMBERS = ("name", "rank", "size", "local_rank", "local_size", "barrier", "broadcast", "abort")
+_MEMBERS = ("name", "rank", "size", "local_rank", "local_size", "broadcast", "abort")
 
 
 def choose(env: Mapping[str, str] | None = None) -> str:
@@ -24,9 +23,7 @@ def choose(env: Mapping[str, str] | None = None) -> str:
     An MPI's launcher comes before Slurm: inside an allocation it starts its daemons with srun, so that the step's
     variables are there too (`jaxdist.connectors.launchers` tells srun's own PMI variables from it).
     """
-    from jaxdist.connectors import engines, launchers, slurm
-
-    env = environment(env)
+    env = os.environ if env is None else env
     if env.get("JAXDIST_CONNECTOR", "auto") != "auto":
         return env["JAXDIST_CONNECTOR"]
     launched = launchers.by_mpi(env)
@@ -79,12 +76,8 @@ def connect(
     if spec == "auto":
         spec = choose()
     if spec == "env" or spec.startswith("env://"):
-        from jaxdist.connectors import tcp
-
         return tcp.from_env(timeout, rank=rank, size=size)
     if spec.startswith("tcp://"):
-        from jaxdist.connectors import tcp
-
         return tcp.from_url(spec, timeout, rank=rank, size=size)
     if spec not in VALID:
         raise ValueError(f"unknown connector {spec!r}; valid: {', '.join(VALID)}, or an object")
@@ -96,23 +89,19 @@ def connect(
         from jaxdist.connectors.mpi import MpiConnector
 
         return MpiConnector(timeout)
-    if spec in ("jax.distributed", "kubeflow", "ray"):
-        from jaxdist.connectors import engines
-
-        return engines.connect(spec, timeout)
+    if spec == "jax.distributed":
+        return engines.jax_distributed(timeout)
+    if spec == "kubeflow":
+        return engines.kubeflow(timeout)
+    if spec == "ray":
+        return engines.ray()
     if spec == "slurm":
-        from jaxdist.connectors import slurm
-
         return slurm.connect(timeout)
-    from jaxdist.connectors.local import LocalConnector
-
-    return LocalConnector()
+    return ByBroadcast("local", 0, 1, (0, 1), lambda obj: obj)
 
 
 def _refuse_alone(env: Mapping[str, str], what: str) -> None:
     """Complain where something says that this process is alone, and a launcher that it is not."""
-    from jaxdist.connectors import launchers
-
     others = launchers.several(env)
     if others is not None:
         raise ValueError(
@@ -122,13 +111,11 @@ def _refuse_alone(env: Mapping[str, str], what: str) -> None:
         )
 
 
-def _mpi_or_complain(launched: Launched) -> str:
+def _mpi_or_complain(launched: launchers.Launched) -> str:
     if importlib.util.find_spec("mpi4py") is not None:
         return "mpi"
     if launched.size == 1:
         return "local"
-    from jaxdist.connectors import site
-
     # Silently alone would mean N trainings of size 1, each writing the same checkpoint.
     raise ImportError(
         f"an MPI launcher ({launched.by}) started this process as one of {launched.size or 'several'}, but mpi4py is "

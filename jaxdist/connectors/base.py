@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
+
+from jaxdist.control.process import leave
 
 ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What connector env:// needs; of a process alone only the first two."""
@@ -20,10 +21,6 @@ class Connector(Protocol):
     local_rank: int  # index among the processes of this host
     local_size: int  # number of processes on this host
 
-    def barrier(self, timeout: float | None = None) -> None:
-        """Wait until every process is here."""
-        ...
-
     def broadcast(self, obj: Any, root: int = 0) -> Any:
         """The root's small picklable object, on every process."""
         ...
@@ -31,6 +28,24 @@ class Connector(Protocol):
     def abort(self, code: int = 1, message: str = "") -> None:
         """End this process now and, where the launcher can, the whole job."""
         ...
+
+
+class ByBroadcast:
+    """A process alone, or one that an engine has started: told who it is, and with a way to have a value of rank 0."""
+
+    def __init__(self, name: str, rank: int, size: int, local: tuple[int, int], share: Callable[[Any], Any]):
+        self.name, self.rank, self.size = name, rank, size
+        self.local_rank, self.local_size = local
+        self._share = share
+
+    def broadcast(self, obj: Any, root: int = 0) -> Any:
+        """The value of rank 0 on every process."""
+        assert root == 0, root
+        return self._share(obj)
+
+    def abort(self, code: int = 1, message: str = "") -> None:
+        """End this process; the others learn it over jaxdist's own channel, and an engine by the exit code."""
+        leave(code, message)
 
 
 def local_position(hosts: list[str], rank: int) -> tuple[int, int]:
@@ -60,8 +75,3 @@ def need(env: Mapping[str, str], names: tuple[str, ...], connector: str, fix: st
             f"connector {connector!r} needs {', '.join(names)} in the environment; missing: "
             f"{', '.join(missing)} (set: {present}). {fix}"
         )
-
-
-def environment(env: Mapping[str, str] | None) -> Mapping[str, str]:
-    """`env`, else the process's own."""
-    return os.environ if env is None else env

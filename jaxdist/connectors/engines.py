@@ -5,15 +5,15 @@ Each is asked for rank and size, and for a way to give the others the address of
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxdist.connectors import tcp
-from jaxdist.connectors.base import environment, local_position, need, read_int
-from jaxdist.control.process import leave
+from jaxdist.connectors.base import ByBroadcast, local_position, need, read_int
 
 # What stands for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 # Kubeflow Trainer, runtime jax-distributed: https://www.kubeflow.org/docs/components/trainer/user-guides/jax/
@@ -23,9 +23,8 @@ _JAXJOB = ("PROCESS_ID", "NUM_PROCESSES", "COORDINATOR_ADDRESS", "COORDINATOR_PO
 _BY = "The controller sets them in each pod"
 
 
-def engine(env: Mapping[str, str] | None = None) -> str | None:
+def engine(env: Mapping[str, str]) -> str | None:
     """The connector for the engine that has started this process as one of several; None: there is none."""
-    env = environment(env)
     if "jax" in sys.modules and _initialized()[1] > 1:
         return "jax.distributed"
     if any(name in env for name in _TRAINER) and env.get("JAX_NUM_PROCESSES") != "1":
@@ -35,47 +34,16 @@ def engine(env: Mapping[str, str] | None = None) -> str | None:
     return "ray" if _ray() is not None else None
 
 
-def connect(name: str, timeout: float) -> tcp.TcpConnector | Engine:
-    """The connector of this name."""
-    if name == "kubeflow":
-        return _from_variables(timeout)
-    if name == "ray":
-        return _of_ray()
-    return _of_jax(timeout)
-
-
-class Engine:
-    """A process that an engine has started."""
-
-    def __init__(self, name: str, rank: int, size: int, local: tuple[int, int], share: Callable[[Any], Any]):
-        self.name, self.rank, self.size = name, rank, size
-        self.local_rank, self.local_size = local
-        self._share = share
-
-    def broadcast(self, obj: Any, root: int = 0) -> Any:
-        """The value of rank 0 on every process."""
-        assert root == 0, root
-        return self._share(obj)
-
-    def barrier(self, timeout: float | None = None) -> None:
-        """Wait until rank 0 is here."""
-        self._share(None)
-
-    def abort(self, code: int = 1, message: str = "") -> None:
-        """End this process; the others learn it over jaxdist's own channel, and the engine by the exit code."""
-        leave(code, message)
-
-
-def _from_variables(timeout: float, env: Mapping[str, str] | None = None) -> tcp.TcpConnector:
+def kubeflow(timeout: float) -> tcp.TcpConnector:
     """Of Kubeflow: jaxdist's ranks meet where JAX's coordinator would have listened."""
-    env = dict(environment(env))
+    env = os.environ
     names = _TRAINER if any(name in env for name in _TRAINER) else _JAXJOB
     need(env, names, "kubeflow", _BY)
     size = read_int(env, names[1], 1)
     rank = read_int(env, names[0], 0, size - 1)
     host, _, port = ":".join(env[name] for name in names[2:]).rpartition(":")
     given = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": port}
-    return tcp.from_env(timeout, env={**env, **given})
+    return tcp.from_env(timeout, env=given)
 
 
 def _initialized() -> tuple[int, int]:
@@ -87,7 +55,7 @@ def _initialized() -> tuple[int, int]:
     return compat.distributed_ids() if jax.distributed.is_initialized() else (0, 1)
 
 
-def _of_jax(timeout: float) -> Engine:
+def jax_distributed(timeout: float) -> ByBroadcast:
     from jaxdist import compat
 
     rank, size = _initialized()
@@ -103,7 +71,7 @@ def _of_jax(timeout: float) -> Engine:
         return pickle.loads(store.blocking_key_value_get_bytes(key, int(1000 * timeout)))
 
     hosts = [share_of(root, socket.gethostname()) for root in range(size)]
-    return Engine("jax.distributed", rank, size, local_position(hosts, rank), lambda obj: share_of(0, obj))
+    return ByBroadcast("jax.distributed", rank, size, local_position(hosts, rank), lambda obj: share_of(0, obj))
 
 
 def _ray() -> Any:
@@ -119,9 +87,9 @@ def _ray() -> Any:
         return None
 
 
-def _of_ray() -> Engine:
+def ray() -> ByBroadcast:
     from ray.train.collective import broadcast_from_rank_zero  # pyright: ignore[reportMissingImports]
 
     ctx = _ray()
     local = ctx.get_local_rank(), ctx.get_local_world_size()
-    return Engine("ray", ctx.get_world_rank(), ctx.get_world_size(), local, broadcast_from_rank_zero)
+    return ByBroadcast("ray", ctx.get_world_rank(), ctx.get_world_size(), local, broadcast_from_rank_zero)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxdist.connectors import slurm
-from jaxdist.connectors.base import environment, read_int
+from jaxdist.connectors.base import read_int
 
 # What each launcher puts before RANK and SIZE. No other program sets these.
 _OWN_NAMES = (
@@ -48,9 +48,8 @@ def by_mpi(env: Mapping[str, str]) -> Launched | None:
     return None
 
 
-def several(env: Mapping[str, str] | None = None) -> Launched | None:
+def several(env: Mapping[str, str]) -> Launched | None:
     """What started this process as one of several (or may have); None: it is alone."""
-    env = environment(env)
     found, step = by_mpi(env), slurm.step(env)
     if found is not None and found.size != 1:
         return found

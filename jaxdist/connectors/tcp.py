@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxdist.connectors.base import ENV, environment, local_position, need, read_int
+from jaxdist.connectors.base import ENV, local_position, need, read_int
 from jaxdist.control.channel import Control
 from jaxdist.control.process import leave
 
@@ -48,10 +49,6 @@ class TcpConnector:
                 f"{socket.gethostname()}: expected 0 <= LOCAL_RANK < LOCAL_WORLD_SIZE"
             )
 
-    def barrier(self, timeout: float | None = None) -> None:
-        """Wait until every process is here."""
-        self.control.barrier(timeout)
-
     def broadcast(self, obj: Any, root: int = 0) -> Any:
         """The root's picklable object, on every process."""
         return self.control.broadcast(obj, root)
@@ -70,7 +67,7 @@ def from_env(
     env: Mapping[str, str] | None = None,
 ) -> TcpConnector:
     """env://: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and optionally LOCAL_RANK, LOCAL_WORLD_SIZE."""
-    env = dict(environment(env))
+    env = {**os.environ, **(env or {})}
     if rank is not None:
         env["RANK"] = str(rank)
     if size is not None:
@@ -100,14 +97,13 @@ def from_url(
     *,
     rank: int | None = None,
     size: int | None = None,
-    env: Mapping[str, str] | None = None,
 ) -> TcpConnector:
     """tcp://host:port, with rank and size given here or as RANK and WORLD_SIZE."""
     host, _, port = url.removeprefix("tcp://").rstrip("/").rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"connector {url!r}: expected tcp://host:port, e.g. tcp://10.0.0.1:29500")
-    env = environment(env)
+    env = os.environ
     fix = "Pass them: jaxdist.init('tcp://host:port', rank=..., size=...), or set both"
     if rank is None:
         need(env, ("RANK",) if size is not None else ("RANK", "WORLD_SIZE"), url, fix)

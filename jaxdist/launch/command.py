@@ -1,20 +1,19 @@
 """One command of a job: started so that it can't outlive the job, sent signals, and how it has ended.
 
-It leads a process group of its own, so that what it started ends with it, and asks the kernel for a signal when this
-process dies, so that even SIGKILL here leaves no orphans.
+It leads a session of its own, so that what it started ends with it, and asks the kernel for a signal when this process
+dies, so that even SIGKILL here leaves no orphans.
 """
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from jaxdist.launch import proc
 from jaxdist.launch.output import LineFilter
 
 # What a rank has left behind has as long to end by SIGTERM (some of it cleans up what is shared), then by SIGKILL.
@@ -81,8 +80,6 @@ class Command:
     environment: Mapping[str, str]
     line_filter: LineFilter | None = None
     death_signal: signal.Signals = signal.SIGKILL
-    last_words: re.Pattern[bytes] | None = None
-    cause: re.Pattern[bytes] | None = None
     end_signal: signal.Signals = signal.SIGTERM  # that asks it to end, with time to save
 
 
@@ -94,11 +91,9 @@ def under_mpirun() -> list[str]:
 def start(command: Command) -> "subprocess.Popen[bytes]":
     """Its process, the leader of a group and a session."""
     pipe = None if command.line_filter is None else subprocess.PIPE
+    become = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), str(int(command.death_signal))]
     return subprocess.Popen(
-        [
-            *(sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), str(int(command.death_signal))),
-            *command.argv,
-        ],
+        [*become, *command.argv],
         env={**os.environ, **command.environment},
         stdout=pipe,
         stderr=pipe,
@@ -106,30 +101,26 @@ def start(command: Command) -> "subprocess.Popen[bytes]":
     )
 
 
-def ended(process: "subprocess.Popen[bytes]", options: int = 0) -> int:
-    """The exit code of a command, as of a shell, once it has ended; 0 with WNOHANG if it runs.
+def exit_code(process: "subprocess.Popen[bytes]", *, stays_awake: bool) -> int | None:
+    """That of a command, as of a shell, if it has ended.
 
-    The command is left for `Popen.wait`: between the system's answer and Popen's own record of it, another thread would
-    learn nothing.
+    It stays a zombie until the end of the job, so that no other process gets the number of its session. One that
+    `stays_awake` goes on if somebody has stopped it: mpirun sees to the others.
     """
-    found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | options)
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT | (os.WSTOPPED if stays_awake else 0)
+    found = os.waitid(os.P_PID, process.pid, options)
     if found is None:
-        return 0
+        return None
+    if found.si_code == os.CLD_STOPPED:
+        os.kill(process.pid, signal.SIGCONT)
+        return None
     return found.si_status if found.si_code == os.CLD_EXITED else 128 + found.si_status
-
-
-def crashed(process: "subprocess.Popen[bytes]") -> int:
-    """The exit code of a command that has ended by a signal which no other command's failure leads to; else 0."""
-    crashes = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-    code = ended(process, os.WNOHANG)
-    return code if code - 128 in crashes else 0
 
 
 def ask_to_end(command: Command, process: "subprocess.Popen[bytes]") -> None:
     """Sends a command, and what it has started, the signal by which it may end in its own time."""
     if command.end_signal is ASK_TO_END:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, ASK_TO_END)  # its group may have no other handler for it
+        os.kill(process.pid, ASK_TO_END)  # its group may have no other handler for it
     else:
         signal_group(process, command.end_signal)
 
@@ -140,24 +131,25 @@ def signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) -> 
         os.killpg(process.pid, number)
 
 
-def end_sessions(leaders: Collection[proc.Name]) -> None:
+def end_sessions(leaders: "Collection[subprocess.Popen[bytes]]") -> None:
     """Ends what a rank itself started and left behind, also what left its group, as mpirun's ranks and its ssh do."""
+    sessions = {process.pid for process in leaders}
 
-    def left() -> list[proc.Name]:
-        found = proc.running()
-        # One that got the number of a command which ended long ago may lead a session of its own.
-        others = {seen.name.pid for seen in found if seen.name not in leaders}
-        sessions = {leader.pid for leader in leaders} - others
-        return [seen.name for seen in found if seen.session in sessions]
+    def left() -> set[int]:
+        found = set[int]()
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                # Behind the name of the program, which may have spaces and parentheses in it.
+                state, _, _, session = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:4]
+                if int(session) in sessions and state not in "ZX":
+                    found.add(int(entry.name))
+        return found
 
     for number in (signal.SIGTERM, signal.SIGKILL):
-        told, give_up_at = set[proc.Name](), time.monotonic() + _LEFT_S
-        while names := left():
-            for name in names:
-                if name not in told:
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.kill(name.pid, number)
-            told.update(names)
-            if time.monotonic() > give_up_at:
-                break
+        told, give_up_at = set[int](), time.monotonic() + _LEFT_S
+        while (pids := left()) and time.monotonic() < give_up_at:
+            for pid in pids - told:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
+            told |= pids
             time.sleep(0.02)

@@ -1,8 +1,15 @@
-"""Which hosts a job runs on, with how many ranks each: `--hosts`, and the host files of Open MPI and of MPICH."""
+"""Which hosts a job runs on, with how many ranks each: `--hosts`, and the host files of Open MPI and of MPICH; whether
+they are there for mpirun, and what they get of this environment."""
 
+import os
 import re
+import shlex
+import shutil
 import socket
-from collections.abc import Iterable
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +17,18 @@ from jaxdist.control.keys import is_loopback
 
 _FORMS = "`node1 slots=2` (Open MPI), `node1:2` (MPICH) or `node1` (one rank)"
 _LINE = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*)(?::(\d+))?((?:\s+\S+)*)")
+_ANSWER_S = 30.0  # for a login shell and a first Python from a slow disk
+# BatchMode: a job can't answer a question.
+_SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+_PROBE = "import importlib.util, sys; sys.exit(not importlib.util.find_spec('jaxdist') and 'no jaxdist in this Python')"
+
+# What a program sees of this shell on every host. CUDA_VISIBLE_DEVICES and the like are each host's own.
+_FORWARDED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "NPROC", "PJRT_NPROC")
+_FORWARDED_FAMILIES = ("JAX", "XLA_", "NCCL_", "TF_CPP_", "PYTHON", "OMP_", "OPENBLAS_", "MKL_", "MPI4PY_", "MPI4JAX_")
+
+# Here mpirun has other ways to the hosts than ssh.
+_OTHER_WAYS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE", "HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP",
+               "PRTE_MCA_plm", "PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm", "OMPI_MCA_plm_rsh_agent")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,3 +96,50 @@ def _host(where: str, entry: str) -> Host:
     if count < 1:
         raise ValueError(f"{where}: {entry!r} has no slots; leave the host out, or give it at least one")
     return Host(name, count)
+
+
+def forwarded_environment() -> dict[str, str]:
+    """The part of this process's environment that other hosts get."""
+    return {
+        name: value for name, value in os.environ.items() if name in _FORWARDED or name.startswith(_FORWARDED_FAMILIES)
+    }
+
+
+def check_hosts(hosts: Sequence[Host]) -> None:
+    """Refuse hosts that can't be reached, or don't have this folder, this Python and jaxdist; if mpirun uses ssh."""
+    problems = {} if any(name in os.environ for name in _OTHER_WAYS) else _problems(hosts)
+    if problems:
+        raise ValueError(
+            f"{'; '.join(f'{name}: {problem}' for name, problem in problems.items())}. Expected: `ssh HOST "
+            f"true` works without a password, and {Path.cwd()} and {sys.executable} with jaxdist are on every host (a "
+            "shared disk, or the same installation)"
+        )
+
+
+def that_answer(hosts: Sequence[Host]) -> list[Host]:
+    """Those that could be used now."""
+    problems = _problems(hosts)
+    return [host for host in hosts if host.name not in problems]
+
+
+def _problems(hosts: Sequence[Host]) -> dict[str, str]:
+    """Why hosts can't be used, by name."""
+    remote = [host.name for host in hosts if not host.local]
+    if remote and shutil.which("ssh") is None:
+        raise ValueError(f"no ssh on PATH to reach {remote[0]} with: apt-get install openssh-client")
+    with ThreadPoolExecutor(32) as pool:
+        return {name: problem for name, problem in zip(remote, pool.map(_probe, remote), strict=True) if problem}
+
+
+def _probe(host: str) -> str:
+    """What is wrong with a host; "": nothing."""
+    python = shlex.join(["env", f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}", sys.executable, "-c", _PROBE])
+    command = [*_SSH, host, f"cd {shlex.quote(str(Path.cwd()))} && exec {python}"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"ssh gave no answer within {_ANSWER_S:g} s"
+    lines = (done.stderr.strip() or done.stdout.strip() or f"ssh ended with exit code {done.returncode}").splitlines()
+    return lines[-1].strip() if done.returncode else ""

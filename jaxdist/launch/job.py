@@ -2,27 +2,22 @@
 
 import importlib.util
 import os
-import re
 import secrets
+import shutil
 import signal
+import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 
 from jaxdist.connectors import site
 from jaxdist.control import scratch
 from jaxdist.launch.command import ASK_TO_END, Command, under_mpirun
-from jaxdist.launch.hosts import Host
+from jaxdist.launch.hosts import Host, check_hosts, forwarded_environment
 from jaxdist.launch.mpi import Mpirun, find_mpirun, mpi_library, split_tag
 from jaxdist.launch.output import LineFilter, say
 from jaxdist.launch.processes import Failed, run_job
-from jaxdist.launch.ranks import CAUSE, cores, free_port, own_processes, thread_environment
-from jaxdist.launch.remote import check_hosts, forwarded_environment, mpirun_uses_ssh
-
-# What a rank says that hears of another's failure, and what Open MPI says. With the network gone neither Open MPI nor
-# MPICH would end after that: they wait for their other half to confirm.
-_LAST_WORDS = re.compile(
-    rb"\[jaxdist rank \d+\] (rank \d+ \(|.* not every rank has come)|(prterun|mpirun) (has )?detected that one"
-)
 
 _RANKS_A_CORE = 64  # each is a Python with JAX, of 80 MiB before it has done anything
 
@@ -35,38 +30,20 @@ class LauncherName(StrEnum):
     env = "env"
 
 
-def launch(
-    command: list[str],
-    size: int,
-    mpirun: Mpirun | None,
-    environment: Mapping[str, str],
-    *,
-    hosts: Sequence[Host] = (),
-    prefix: bool = False,
-    only_rank: int | None = None,
-    whole_lines: bool = False,
-    on_failure: Callable[[Failed], None],
-) -> int:
-    """Runs a job to its end, on other hosts through mpirun; returns 0, or the exit code of what failed first. Call it
-    from the main thread."""
-    if not hosts and size > _RANKS_A_CORE * cores():
-        raise ValueError(
-            f"{size} ranks on {cores()} cores: expected at most {_RANKS_A_CORE} for each; --hosts has more"
-        )
-    environment = {
-        "JAXDIST_CONNECTOR": "env://" if mpirun is None else "mpi",
-        # Python orders a set of strings anew in each process: a step that loops over one differs between ranks.
-        "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
-        **environment,
-    }
-    with scratch.folder("jaxdist-run-") as folder:
-        if mpirun is not None:
-            one = _under_mpirun(mpirun, command, size, hosts, environment, prefix, only_rank, folder)
-            commands = [one]
-        else:
-            shared = {**environment, **_alone(size)}
-            commands = own_processes(command, range(size), shared, prefix, only_rank, whole_lines=whole_lines)
-        return run_job(commands, on_failure=on_failure)
+def program_command(script: list[str]) -> list[str]:
+    """The command of one rank for `script.py args`, `-m module args` or `executable args`."""
+    first = script[0]
+    if first.endswith(".py") and not Path(first).is_file():
+        raise ValueError(f"no such script: {first} (looked in {Path.cwd()})")
+    if first == "-m" or first.endswith(".py"):
+        return [sys.executable, *script]
+    if first in ("python", "python3"):
+        # The interpreter of this environment, not another one that comes first on PATH.
+        return [sys.executable, *script[1:]]
+    found = shutil.which(first)
+    if found is None:
+        raise ValueError(f"no such command: {first}; expected a .py file, `-m module` or an executable on PATH")
+    return [found, *script[1:]]
 
 
 def choose(launcher: LauncherName, needs_mpi: bool) -> Mpirun | None:
@@ -89,14 +66,53 @@ def choose(launcher: LauncherName, needs_mpi: bool) -> Mpirun | None:
     if not library.problem and mpirun.fits(library):
         return mpirun
     what = f"{mpirun.path} is {mpirun.version}, but {library.problem or f'mpi4py loads {library.version}'}"
-    fix = f"To load its library: {site.how_to_load(mpirun.path)}"
     if must:
         raise ValueError(
-            f"{what}: the ranks would not find each other. {fix}. Or do without mpirun: --launcher env "
-            '(of jaxdist.spawn: communicator="xla")'
+            f"{what}: the ranks would not find each other. Do without mpirun (--launcher env), or {site.LOAD}"
         )
-    say(f"without mpirun. ({what}; {fix})")
+    say(f"without mpirun. ({what}; to use it, {site.LOAD})")
     return None
+
+
+def launch(
+    command: list[str],
+    size: int,
+    mpirun: Mpirun | None,
+    environment: Mapping[str, str],
+    *,
+    hosts: Sequence[Host] = (),
+    prefix: bool = False,
+    only_rank: int | None = None,
+    on_failure: Callable[[Failed], None],
+) -> int:
+    """Runs a job to its end, on other hosts through mpirun; returns 0, or the exit code of what failed first. Call it
+    from the main thread."""
+    if not hosts and size > _RANKS_A_CORE * cores():
+        raise ValueError(
+            f"{size} ranks on {cores()} cores: expected at most {_RANKS_A_CORE} for each; --hosts has more"
+        )
+    environment = {
+        "JAXDIST_CONNECTOR": "env://" if mpirun is None else "mpi",
+        # Python orders a set of strings anew in each process: a step that loops over one differs between ranks.
+        "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
+        **({} if mpirun and hosts else _threads(size)),
+        **environment,
+    }
+
+    def shown(rank: int | None, line: bytes) -> bytes | None:
+        if rank is None:  # mpirun's own words, or nobody's in particular
+            return line
+        if only_rank not in (None, rank):
+            return None
+        return b"[%d] %b" % (rank, line) if prefix else line
+
+    with scratch.folder("jaxdist-run-") as folder:
+        if mpirun is not None:
+            tag = prefix or only_rank is not None
+            commands = [_under_mpirun(mpirun, command, size, hosts, environment, folder, shown, tag)]
+        else:
+            commands = _on_this_machine(command, size, environment, shown, direct=not prefix and only_rank is None)
+        return run_job(commands, on_failure=on_failure)
 
 
 def _under_mpirun(
@@ -105,54 +121,78 @@ def _under_mpirun(
     size: int,
     hosts: Sequence[Host],
     environment: dict[str, str],
-    prefix: bool,
-    only_rank: int | None,
     folder: str,
+    shown: Callable[[int | None, bytes], bytes | None],
+    tag: bool,
 ) -> Command:
-    if hosts:
-        if mpirun_uses_ssh():
-            check_hosts(hosts)  # MPICH waits for ever for a host that it can't reach
-        export = {**forwarded_environment(), **environment}
-    else:
-        # In /tmp a job of Open MPI that was killed leaves a directory by its number, and the next to get that number
-        # fails: "The PMIx server's listener thread failed to start".
-        environment = {"PRTE_MCA_prte_tmpdir_base": folder, **environment, **thread_environment(size)}
-        export = {}
-    tag = prefix or only_rank is not None
+    check_hosts(hosts)  # MPICH waits for ever for a host that it can't reach
+    export = {**forwarded_environment(), **environment} if hosts else {}
+    # In /tmp a job of Open MPI that was killed leaves a directory by its number, and the next to get that number
+    # fails: "The PMIx server's listener thread failed to start".
+    files = {} if hosts else {"PRTE_MCA_prte_tmpdir_base": folder}
     spread = bool(hosts) or cores() >= 2 * size
     return Command(
         name="mpirun",
         argv=mpirun.command(size, [*under_mpirun(), *command], tag=tag, spread=spread, hosts=hosts, export=export),
-        environment={**mpirun.environment(hosts), **environment},
+        environment={**mpirun.environment(hosts), **files, **environment},
         end_signal=ASK_TO_END,
-        line_filter=_lines_of_mpirun(tag, prefix, only_rank),
-        last_words=_LAST_WORDS if hosts else None,
-        cause=CAUSE,
+        line_filter=lambda line: shown(*split_tag(line)) if tag else line,
         # Of its daemons on other hosts it has to take leave. Here its ranks end with it; and Linux would send a SIGTERM
         # for each of its threads, at the second of which Open MPI leaves its ranks alone.
         death_signal=signal.SIGTERM if hosts else signal.SIGKILL,
     )
 
 
-def _alone(size: int) -> dict[str, str]:
-    """What the ranks of one machine share."""
-    return {
-        **thread_environment(size),
+def _on_this_machine(
+    command: list[str],
+    size: int,
+    environment: Mapping[str, str],
+    shown: Callable[[int | None, bytes], bytes | None],
+    *,
+    direct: bool,
+) -> list[Command]:
+    """The ranks, told who they are as torchrun tells its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # What ranks write in pieces (all print()s under PYTHONUNBUFFERED, tracebacks) would mix. A notebook has no file.
+    direct = direct and size == 1 and sys.stdout is sys.__stdout__
+    shared = {
+        # Through a pipe Python would hold their output back until it has 8 KiB.
+        **({"PYTHONUNBUFFERED": "1"} if not direct and sys.stdout.isatty() else {}),
+        **environment,
         "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(port),
         # Keeps other users of this machine out of the job's control channel.
         "JAXDIST_SECRET": secrets.token_hex(16),
     }
 
+    def lines_of(rank: int) -> LineFilter:
+        return lambda line: shown(rank, line)
 
-def _lines_of_mpirun(tagged: bool, prefix: bool, only_rank: int | None) -> LineFilter:
-    def line_filter(line: bytes) -> bytes | None:
-        rank, text = split_tag(line) if tagged else (None, line)
-        if rank is None:  # mpirun's own words, or nobody's in particular
-            return text
-        if only_rank is not None and rank != only_rank:
-            return None
-        return b"[%d] %b" % (rank, text) if prefix else text
+    return [
+        Command(
+            name=f"rank {rank}",
+            argv=command,
+            environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            line_filter=None if direct else lines_of(rank),
+        )
+        for rank in range(size)
+    ]
 
-    return line_filter
+
+def _threads(ranks: int) -> dict[str, str]:
+    """Shares the cores out: N processes with a thread per core each would fight for them.
+
+    XLA's CPU client reads PJRT_NPROC, not OMP_NUM_THREADS. What the user has set stays.
+    """
+    threads = str(max(1, cores() // ranks))
+    names = ("PJRT_NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    return {name: threads for name in names if name not in os.environ} if ranks > 1 else {}
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -2,9 +2,11 @@
 
 import functools
 import importlib.util
+import ipaddress
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from jaxdist.control.rendezvous import interfaces
 from jaxdist.launch.hosts import Host
-from jaxdist.launch.network import shared_network
 
 Family = Literal["openmpi", "mpich", "unknown"]
 
@@ -68,7 +70,7 @@ class Mpirun:
         if self.family != "openmpi":
             return {}
         chosen = any(name.startswith("OMPI_MCA_btl_tcp_if_") for name in os.environ)
-        network = None if chosen else shared_network(hosts)
+        network = None if chosen else _shared_network(hosts)
         return {
             **({} if hosts else OVERSUBSCRIBE_ENV),
             **(ROOT_ENV if os.geteuid() == 0 else {}),
@@ -82,6 +84,29 @@ class Mpirun:
     def _major(self) -> int:
         match = re.search(r"\)\s+(\d+)\.", self.version)
         return int(match.group(1)) if match else 5
+
+
+def _shared_network(hosts: Sequence[Host]) -> str | None:
+    """The IPv4 network of this machine on which all other hosts are, such as "10.0.0.0/24"; None if there is no such.
+
+    Open MPI uses every card that is up, and waits for ever for an answer from one that only looks the same on both
+    sides: Docker's bridge is 172.17.0.1 on every host.
+    """
+    own = [interface.network for interface in interfaces()]
+    shared: set[ipaddress.IPv4Network] = set()
+    for host in hosts:
+        if host.local:
+            continue
+        try:
+            address = ipaddress.IPv4Address(socket.gethostbyname(host.name))
+        except OSError:
+            return None
+        # The longest prefix is the one that routing takes.
+        reached = [network for network in own if address in network]
+        if not reached:
+            return None  # behind a router
+        shared.add(max(reached, key=lambda network: network.prefixlen))
+    return str(shared.pop()) if len(shared) == 1 else None
 
 
 def outside_environment() -> dict[str, str]:

@@ -1,21 +1,28 @@
-"""`spawn`: run a function on several ranks of this machine, from Python: a notebook's cell, a script, a test."""
+"""`spawn`: run a function on several ranks of this machine, from Python: a notebook's cell, a script, a test.
+
+What ranks are sent and send back goes through files in a folder of the user's own: results of any size have room there.
+"""
 
 from __future__ import annotations
 
+import io
+import linecache
+import os
 import pickle
 import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from jaxdist import connectors
-from jaxdist.control import scratch
-from jaxdist.runtime.context import started
+import cloudpickle
 
-if TYPE_CHECKING:
-    from jaxdist.launch.spawned import Failure
+from jaxdist import compat, connectors
+from jaxdist.control import failfast, scratch
+from jaxdist.errors import in_words, printed
+from jaxdist.runtime.context import Context, init, started
+from jaxdist.runtime.transfer import Pickler, ResultPickler
 
 T = TypeVar("T")
 
@@ -23,7 +30,7 @@ T = TypeVar("T")
 _START = """import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 sys.path[:] = {path!r}
-from jaxdist.launch.spawned import main
+from jaxdist.launch.spawn import main
 main({folder!r})"""
 
 
@@ -33,17 +40,14 @@ def spawn(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    communicator: Literal["xla", "mpi"] = "xla",
-    timeout: float | None = None,
     prefix: bool = False,
-    only_rank: int | None = None,
 ) -> list[T]:
     """Run ``fn(*args, **kwargs)`` on n ranks of this machine, and return the results of all ranks.
 
     Each rank is a new process, which joins the job (`jaxdist.init`) before it calls the function. This process may have
     used JAX before and is not a rank. The function can be defined in a notebook or in the running script; it is sent
     with the objects that it uses. Modules are imported by the ranks, with this process's ``sys.path``. The ranks use
-    the settings of ``jax.config`` and the environment of this process.
+    the settings of ``jax.config`` and the environment of this process, and communicator "xla".
 
     The ranks' output appears here, line by line. Ctrl-C, a notebook's stop button, and the end of this process end all
     ranks.
@@ -53,10 +57,7 @@ def spawn(
       n: the number of ranks. Each uses one GPU if there are GPUs.
       args: arguments of the function. JAX arrays arrive as JAX arrays.
       kwargs: keyword arguments of the function.
-      communicator: how arrays are sent. For "mpi", mpirun starts the ranks.
-      timeout: see `jaxdist.init`.
       prefix: write the rank before each line.
-      only_rank: show the output of this rank only.
 
     Returns:
       The results in rank order. JAX arrays are returned as NumPy arrays, so that this process does not start JAX and
@@ -67,7 +68,7 @@ def spawn(
       RuntimeError: a rank ended without an exception, or with one that cannot be sent; or this process is a rank of a
         job, or this is not its main thread.
       TypeError: the function, or an object that it uses, cannot be sent.
-      ValueError: the arguments contradict each other, or the machine has no room for this many ranks.
+      ValueError: the machine has no room for this many ranks.
 
     Example:
       >>> import jaxdist
@@ -77,39 +78,29 @@ def spawn(
       >>> jaxdist.spawn(train, 2, args=(10,))  # doctest: +SKIP
       [0, 10]
     """
-    # Here, not above: a rank needs none of it, and cloudpickle takes its time.
-    from jaxdist.launch import spawned
-    from jaxdist.launch.job import LauncherName, choose, launch
+    from jaxdist.launch.job import launch  # here: a rank needs none of it
     from jaxdist.launch.output import NOT_WRITTEN
     from jaxdist.launch.processes import Failed
 
-    _check(n, only_rank)
-    launcher = LauncherName.mpirun if communicator == "mpi" else LauncherName.env
-    mpirun = choose(launcher, communicator == "mpi")
-    with scratch.folder("jaxdist-spawn-") as folder:
-        spawned.write_task(Path(folder), fn, tuple(args), dict(kwargs or {}))
-        command = [sys.executable, "-c", _START.format(path=sys.path, folder=folder)]
-        environment = {"PYTHONUNBUFFERED": "1", "JAXDIST_RESTARTS": "0", "JAXDIST_COMMUNICATOR": communicator}
-        if timeout is not None:
-            environment["JAXDIST_TIMEOUT"] = str(timeout)
+    _check(n)
+    with scratch.folder("jaxdist-spawn-") as name:
+        folder = Path(name)
+        _write_task(folder, fn, tuple(args), dict(kwargs or {}))
+        command = [sys.executable, "-c", _START.format(path=sys.path, folder=name)]
+        environment = {"PYTHONUNBUFFERED": "1", "JAXDIST_RESTARTS": "0", "JAXDIST_COMMUNICATOR": "xla"}
         failed: list[Failed] = []
-        code = launch(
-            command, n, mpirun, environment,
-            prefix=prefix, only_rank=only_rank, whole_lines=True, on_failure=failed.append,
-        )  # fmt: skip
+        code = launch(command, n, None, environment, prefix=prefix, on_failure=failed.append)
         if code == 0 or (code == NOT_WRITTEN and not failed):
-            return [spawned.read_result(Path(folder), rank) for rank in range(n)]
+            return [pickle.loads((folder / f"result of rank {rank}").read_bytes()) for rank in range(n)]
         if not failed:  # a signal that came to this process, and went on to the ranks
             signal.raise_signal(code - 128)
             failed.append(Failed("a rank", code))
-        raise _error(*failed[0], spawned.read_failures(Path(folder)), n)
+        raise _error(folder, *failed[0], n)
 
 
-def _check(n: int, only_rank: int | None) -> None:
+def _check(n: int) -> None:
     if type(n) is not int or n < 1:
         raise ValueError(f"spawn(fn, n={n!r}): expected a number of ranks, 1 or more")
-    if only_rank is not None and only_rank not in range(n):
-        raise ValueError(f"only_rank={only_rank} is not one of the {n} ranks")
     context = started()
     if (context is not None and context.size > 1) or connectors.choose() != "local":
         raise RuntimeError(
@@ -121,26 +112,89 @@ def _check(n: int, only_rank: int | None) -> None:
         raise RuntimeError("jaxdist.spawn was called in another thread than the main one, where Ctrl-C does not arrive")
 
 
-def _error(name: str, code: int, failures: list[Failure], n: int) -> BaseException:
-    """What to raise for a job that failed: the first error that is not another failure's echo."""
-    killed = signal.Signals(code - 128).name if code - 128 in set(signal.Signals) else ""
-    first = min(failures, key=lambda failure: (failure.aftermath, failure.time), default=None)
-    if first is None or (first.aftermath and killed):
+def _write_task(folder: Path, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What the ranks are to call, and the settings of JAX of this process."""
+    buffer = io.BytesIO()
+    try:
+        Pickler(buffer).dump((fn, args, kwargs))
+    except Exception as error:
+        raise TypeError(
+            f"jaxdist.spawn can't send {getattr(fn, '__qualname__', fn)!r}, or what it refers to, to the ranks: "
+            f"{error}. Make such things inside the function"
+        ) from error
+    settings = compat.settings()
+    if "JAX_PLATFORMS" in os.environ:  # where the ranks compute: a GPU may be kept for them alone
+        settings.pop("jax_platforms", None)
+    # The code of a notebook's cells is in no file: for the tracebacks of ranks.
+    known = [(name, entry[2]) for name, entry in list(linecache.cache.items()) if len(entry) == 4]
+    cells = {name: (0, None, lines, name) for name, lines in known if not Path(name).exists()}
+    with (folder / "task").open("wb") as file:
+        pickle.dump((settings, cells), file)
+        file.write(buffer.getbuffer())
+
+
+def _error(folder: Path, name: str, code: int, n: int) -> BaseException:
+    """What to raise for a job that failed: the error of the rank that did first."""
+    try:
+        summary, traceback, pickled = pickle.loads((folder / f"error of {name}").read_bytes())
+    except FileNotFoundError:
+        killed = signal.Signals(code - 128).name if code - 128 in set(signal.Signals) else ""
         ended = f"was ended by {killed}" if killed else f"ended with exit code {code}"
         hint = " (the system ran out of memory?)" if killed == "SIGKILL" else ""
-        who = name if name.startswith("rank ") else "a rank"  # not: mpirun
-        return RuntimeError(f"{who} of {n} {ended}{hint}, without an exception; what it printed may say more")
+        return RuntimeError(f"{name} of {n} {ended}{hint}, without an exception; what it printed may say more")
     try:
-        error = pickle.loads(first.pickled)
+        error = pickle.loads(pickled)
     except Exception:  # of a type that only the ranks know, or that pickles and does not unpickle
         error = None
     if not isinstance(error, Exception):  # SystemExit would end this process
-        error = RuntimeError(first.summary)
-    others = "".join(
-        f"\nrank {failure.rank} failed, too: {failure.summary}"
-        for failure in failures
-        if failure is not first and not failure.aftermath
-    )
-    where = "a rank that had not joined the job" if first.rank is None else f"rank {first.rank} of {n}"
-    error.add_note(f"Raised on {where}:\n\n{first.traceback.rstrip()}{others}")
+        error = RuntimeError(summary)
+    error.add_note(f"Raised on {name} of {n}:\n\n{traceback.rstrip()}")
     return error
+
+
+def main(folder: str) -> None:
+    """One rank: joins the job, calls the function, and writes down what it returns or raises."""
+    ctx: Context | None = None
+    failfast.one_line_for_interrupts()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Path(folder, "task").open("rb") as file:
+            settings, cells = pickle.load(file)
+            compat.use_settings(settings)
+            linecache.cache.update(cells)
+            ctx = init()  # before arrays of JAX are made of what was sent
+            fn, args, kwargs = pickle.load(file)
+        result = _call(fn, args, kwargs)
+        with Path(folder, f"result of rank {ctx.rank}").open("wb") as file:
+            ResultPickler(file).dump(result)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the parent shows it
+        _write_error(Path(folder, f"error of rank {os.environ['RANK']}"), error)
+        if isinstance(error, SystemExit):
+            sys.exit(error.code)
+        if ctx is not None and ctx.size > 1:
+            failfast.end(ctx.control, error)
+        sys.exit(1)
+
+
+def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return fn(*args, **kwargs)
+    except SystemExit as end:  # as of a script's `sys.exit(main())`
+        if end.code in (None, 0):
+            return None
+        raise
+
+
+def _write_error(path: Path, error: BaseException) -> None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next  # the user's part of it
+    try:
+        pickled = cloudpickle.dumps(error)
+    except Exception:
+        pickled = b""
+    draft = path.with_name(f"unfinished {path.name}")
+    draft.write_bytes(pickle.dumps((in_words(error), printed(error, trace), pickled)))
+    draft.rename(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import pickle
 import sys
 import threading
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from jaxdist.control.watchdog import Watchdog
 from jaxdist.errors import ControlError
 from jaxdist.machine import Kind, Machine, kind_of
 from jaxdist.mesh import Sizes, by_rank, mesh_of, parts_of_batch
-from jaxdist.runtime import farewell, in_lanes, start, transfer
+from jaxdist.runtime import farewell, in_lanes, start
 from jaxdist.runtime.control_of import control_of
 
 COMMUNICATORS = ("auto", "xla", "mpi")
@@ -161,8 +162,7 @@ class Context:
         """Return the root's value on every process.
 
         Args:
-          tree_or_object: on the root, any picklable object or a pytree of arrays. On other ranks it is ignored, unless
-            the root's tree contains objects that cannot be pickled; then its structure is used.
+          tree_or_object: on the root, any object that pickle or cloudpickle can send. On other ranks it is ignored.
           root: the rank whose value is returned.
 
         Returns:
@@ -182,12 +182,15 @@ class Context:
             raise ValueError(f"rank {self.rank}: broadcast root={root} is not a rank; valid: 0..{self.size - 1}")
         if self.size == 1:
             return tree_or_object
-        packed = transfer.pack(tree_or_object) if self.rank == root else []
+        from jaxdist.runtime import transfer  # here: cloudpickle takes its time
+
+        packed, problem = transfer.pack(tree_or_object) if self.rank == root else ([], "")
         received = self.control.broadcast_buffers(packed, root, self.timeout)
-        if self.rank == root:
-            transfer.check_packed(packed, self.rank)
-            return tree_or_object
-        return transfer.unpack(received, tree_or_object, self.rank)
+        if self.rank != root:
+            tree_or_object, problem = pickle.loads(received[0], buffers=received[1:])
+        if problem:
+            raise TypeError(f"rank {self.rank}: {problem}")
+        return tree_or_object
 
     def __reduce__(self) -> Any:
         return get_context, ()  # where it is sent to it is the receiver's own

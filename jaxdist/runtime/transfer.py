@@ -1,84 +1,73 @@
-"""Trees and objects as bytes: a small pickle, and the arrays' memory beside it."""
+"""Objects as bytes: a small pickle, and the arrays' memory beside it."""
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Sequence
-from typing import Any
+import types
+from collections.abc import Callable
+from typing import Any, ClassVar
 
+import cloudpickle
 import jax
 import numpy as np
 
 from jaxdist.errors import in_words
 
-_WHOLE, _LEAVES, _ERROR = "whole", "leaves", "error"
+_reduce_code: Any = cloudpickle.Pickler.dispatch_table[types.CodeType]
 
 
-def pack(obj: Any) -> list[memoryview]:
-    """An object as buffers; arrays are not copied.
+def _code(code: types.CodeType) -> Any:
+    """With the name of its file, by which a traceback shows the line: cloudpickle leaves it out from 3.1.3 on."""
+    make, args = _reduce_code(code)
+    return make, tuple(code.co_filename if x == "<dynamic-code>" else x for x in args)
 
-    A tree that can't be pickled as a whole (a TrainState that holds closures) goes as its leaves, and the receiver puts
-    them into its own tree.
-    """
-    buffers: list[pickle.PickleBuffer] = []
-    try:
-        skeleton = _dumps((_WHOLE, obj), buffers)
-    except Exception as error:
-        buffers.clear()
+
+class Pickler(cloudpickle.Pickler):
+    """Functions and classes of `__main__` by value, as cloudpickle has it; arrays through the host."""
+
+    dispatch_table: ClassVar[Any] = {**cloudpickle.Pickler.dispatch_table, types.CodeType: _code}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, jax.Array):
+            return _array(obj, to_device)
+        if isinstance(obj, (jax.custom_jvp, jax.custom_vjp)):  # what they are made of is in their attributes alone
+            return object.__new__, (type(obj),), obj.__dict__
+        return super().reducer_override(obj)
+
+
+class ResultPickler(Pickler):
+    """Arrays become NumPy's where they arrive."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return _array(obj, np.asarray) if isinstance(obj, jax.Array) else super().reducer_override(obj)
+
+
+class _ByName(pickle.Pickler):
+    """Functions and classes by their names, which ranks that run the same script have alike."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return _array(obj, to_device) if isinstance(obj, jax.Array) else NotImplemented
+
+
+def pack(obj: Any) -> tuple[list[memoryview], str]:
+    """An object as buffers, in which arrays are not copied, and why it can't be sent: "" if it can."""
+    problem = ""
+    for pickler in (_ByName, Pickler):  # the second: a TrainState that holds closures
+        out, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
         try:
-            leaves, tree = jax.tree.flatten(obj)
-            skeleton = _dumps((_LEAVES, (leaves, tree.num_leaves)), buffers)
-        except Exception:
-            # The others wait for something: let every rank raise.
-            buffers.clear()
-            skeleton = _dumps((_ERROR, in_words(error)), buffers)
-    return [memoryview(skeleton), *(b.raw() for b in buffers)]
+            pickler(out, protocol=5, buffer_callback=buffers.append).dump((obj, ""))
+            return [out.getbuffer(), *(buffer.raw() for buffer in buffers)], ""
+        except Exception as error:
+            problem = f"the object that the root broadcasts can't be pickled ({in_words(error)})"
+    return [memoryview(pickle.dumps((None, problem)))], problem  # the others wait for something
 
 
-def unpack(buffers: Sequence[memoryview | bytearray], mine: Any, rank: int) -> Any:
-    """The object that `pack` made buffers of."""
-    kind, payload = pickle.loads(buffers[0], buffers=buffers[1:])
-    if kind == _ERROR:
-        raise TypeError(
-            f"rank {rank}: the object that the root broadcasts can be neither pickled nor taken "
-            f"apart as a pytree of arrays ({payload})"
-        )
-    if kind == _WHOLE:
-        return payload
-    leaves, count = payload
-    structure = jax.tree.structure(mine)
-    if structure.num_leaves != count:
-        raise ValueError(
-            f"rank {rank}: broadcast of a tree with {count} leaves that can't be pickled as a "
-            f"whole, and this rank passed one with {structure.num_leaves}: pass a tree of the "
-            "same structure on every rank"
-        )
-    return jax.tree.unflatten(structure, leaves)
-
-
-def check_packed(buffers: Sequence[memoryview | bytearray], rank: int) -> None:
-    """On the root: raise what the others will raise."""
-    if len(buffers) == 1 and pickle.loads(buffers[0])[0] == _ERROR:
-        unpack(buffers, None, rank)
-
-
-def reduce_array(array: jax.Array, rebuild: Callable[[np.ndarray], Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """An array as its host's memory, for a pickler's `reducer_override`."""
+def _array(array: jax.Array, rebuild: Callable[[np.ndarray], Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """An array as its host's memory."""
     if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
         return _key, (str(jax.random.key_impl(array)), _host(jax.random.key_data(array)))
     return rebuild, (_host(array),)
-
-
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
-        return reduce_array(obj, to_device) if isinstance(obj, jax.Array) else NotImplemented
-
-
-def _dumps(obj: Any, buffers: list[pickle.PickleBuffer]) -> bytes:
-    out = io.BytesIO()
-    _Pickler(out, protocol=5, buffer_callback=buffers.append).dump(obj)
-    return out.getvalue()
 
 
 def _host(array: jax.Array) -> np.ndarray:

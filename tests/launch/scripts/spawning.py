@@ -41,11 +41,6 @@ def wait():
     time.sleep(100)
 
 
-def seen():
-    ctx = jaxdist.get_context()
-    return ctx.rank, ctx.communicator
-
-
 def train():
     import jax
     import jax.numpy as jnp
@@ -113,8 +108,6 @@ if __name__ == "__main__":
         train()
     elif WHAT == "errors":
         errors()
-    elif WHAT == "mpi":
-        print(jaxdist.spawn(seen, 2, communicator="mpi"))
     else:
         try:
             jaxdist.spawn(wait, 2)
