@@ -66,18 +66,17 @@ class Infer:
         ins: Sequence[Placement],
         wants: Sequence[Form | None] | None = None,
         loose: frozenset[int] = frozenset(),
-        whole: frozenset[int] = frozenset(),
     ) -> Placed:
         """Settle the placements of a block."""
         ins = tuple(ins)
         wants = tuple(wants) if wants is not None else (None,) * len(block.outputs)
-        key = (block, ins, wants, loose, whole)
+        key = (block, ins, wants, loose)
         if key not in self._placed:
-            natural = (block, ins, (None,) * len(wants), loose, whole)
+            natural = (block, ins, (None,) * len(wants), loose)
             if natural not in self._placed:
-                placed = best(self, block, ins, loose, whole)
+                placed = best(self, block, ins, loose)
                 if self._may_own and (owned := with_owners(self, placed)) is not None:
-                    placed = replace(best(self, owned, ins, loose, whole), matrices=placed.matrices)
+                    placed = replace(best(self, owned, ins, loose), matrices=placed.matrices)
                 self._placed[natural] = placed
             if key != natural:
                 self._placed[key] = self._placed[natural].returning(self, wants)

@@ -43,7 +43,6 @@ class Choice:
     names: Mapping[int, str] = field(default_factory=dict)  # by the id of an operation, the option
     everywhere: frozenset[str] = frozenset()  # options of all operations that have them
     slices: Mapping[int, Split] = field(default_factory=dict)  # of summands, in which they are added up
-    whole: frozenset[int] = frozenset()  # inputs that are gathered at once
 
 
 class Walk:
@@ -71,11 +70,8 @@ class Walk:
         summed: set[int] = set()
         for i, value in block.known.items():
             self.at[i] = Replicated(number(value))
-        for k, (i, placement) in enumerate(zip(block.inputs, ins, strict=True)):
+        for i, placement in zip(block.inputs, ins, strict=True):
             self.at[i] = self._settled(i, placement)
-            if k in choice.whole and i in self.next:
-                self.note(self.next[i], i, REPLICATED, "")
-                self.at[i] = REPLICATED
             if isinstance(placement, Partial) and not isinstance(self.at[i], Partial):
                 summed.add(self.inputs[i])
         for node in block.nodes:
