@@ -204,10 +204,10 @@ MUTANTS: list[Mutant] = [
     Mutant("what a rank compiled serves others with other options", "jaxdist/runtime/lowered.py",
            "return [self.computation(), options, _JAXLIB,", "return [self.computation(), _JAXLIB,",
            "tests/jobs/test_results.py -k quick and run and not mpirun and not lanes"),
-    Mutant("buckets are in another order on one rank", "jaxdist/placements/bucket_order.py",
-           "return sorted(closed, key=lambda bucket: (turn[bucket[0].at], *bucket[-1].order))",
-           "return sorted(closed, key=lambda bucket: (turn[bucket[0].at], *bucket[-1].order), "
-           "reverse=__import__('jax').process_index() == 1)",
+    Mutant("buckets are in another order on one rank", "jaxdist/placements/buckets.py",
+           "for i in sorted(range(count), key=lambda i: (ready[i], i)):",
+           "for i in sorted(range(count), key=lambda i: (ready[i], i), "
+           "reverse=__import__('jax').process_index() == 1):",
            "tests/jobs/test_results.py -k quick and run and not mpirun and not lanes"),
     Mutant("constants do not count in what ranks compare", "jaxdist/ir/dataflow.py",
            '_digest(f"constant {held(value):08x}")', '_digest("constant")',

@@ -14,21 +14,23 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxdist.ir.interpreter import contains, inlined, live, subjaxprs, with_bodies
-from jaxdist.ir.operations import SHAPE_ONLY
+from jaxdist.ir.operations import CHEAP, SHAPE_ONLY
 from jaxdist.ir.primitives import all_reduce_p, first_entry, gather_shards_p, joined, reduce_shard_p, slices
 from jaxdist.mesh import Axis
-from jaxdist.placements.bucket_order import FUSED, Bucket, given, schedule
 
+FUSED = {all_reduce_p, reduce_shard_p, gather_shards_p}
 _MANY = 8
 """Pieces of a bucket for which `_pieces_of_one_kernel` pays."""
 
@@ -43,26 +45,21 @@ class Fuse:
         """The program with its collectives in buckets."""
         jaxpr = closed.jaxpr
         producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        pace = _Pace(self.ahead, None if self.barriers or not nested else given(jaxpr))
+        pace = _Pace(self.ahead, None if self.barriers or not nested else _given(jaxpr))
         result = None  # of those gathered because they are results, the latest: one after another, in less memory
         done, out = {*jaxpr.constvars, *jaxpr.invars}, list[JaxprEqn]()
         constants: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        for item in schedule(live(jaxpr), self.bucket_bytes, self.ahead):
-            if isinstance(item, JaxprEqn):
-                out.append(self._within(item))
-                done.update(item.outvars)
-                continue
-            if item.use is not None:
-                cause = pace.cause(item, producers)
+        for eqns, use in _Schedule(live(jaxpr), self.bucket_bytes, self.ahead).run():
+            cause = None
+            if use is not None:
+                cause = pace.cause(eqns, use, producers)
+            elif _gathers(eqns[0]):
+                cause, result = None if self.barriers else result, eqns[0].outvars[0]
+            if len(eqns) == 1 and cause not in done:
+                out.append(self._within(eqns[0]))
             else:
-                cause = result if item.gathers and not self.barriers else None
-            if item.gathers and item.use is None:
-                result = item.eqns[0].outvars[0]
-            if len(item.eqns) == 1 and cause not in done:
-                out += item.eqns
-            else:
-                out += self._together(item.eqns, cause if cause in done else None, constants)
-            done.update(eqn.outvars[0] for eqn in item.eqns)
+                out += self._together(eqns, cause if cause in done else None, constants)
+            done.update(v for eqn in eqns for v in eqn.outvars)
         fused = jaxpr.replace(eqns=out, constvars=list(constants))
         return ClosedJaxpr(fused, list(constants.values()))
 
@@ -97,6 +94,126 @@ class Fuse:
         return [jnp.where(ready, x, jnp.zeros_like(x)) for x in operands]
 
 
+@dataclass
+class _Schedule:
+    """The operations in an order to run them in, collectives in buckets.
+
+    A collective waits in the bucket of its kind until that is full or its result is needed, and with it what is cheap
+    between it and what makes its operand, or takes its result.
+    """
+
+    eqns: Sequence[JaxprEqn]
+    bucket_bytes: int
+    ahead: int
+
+    def run(self) -> Iterator[tuple[list[JaxprEqn], JaxprEqn | None]]:
+        """Buckets, and operations alone; of shards that are gathered, with the first operation that takes one."""
+        eqns, count = self.eqns, len(self.eqns)
+        maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+        self._needs = [{maker[v] for v in eqn.invars if not isinstance(v, Literal) and v in maker} for eqn in eqns]
+        self._needed = [count] * count
+        for i in reversed(range(count)):
+            for j in self._needs[i]:
+                self._needed[j] = i
+        waits = self._waiting()
+        ready: list[int] = []  # the place of what it waits for
+        for i in range(count):
+            ready.append(max((ready[j] for j in self._needs[i]), default=-1) if i in waits else i)
+        self._done, self._depth = set[int](), [0] * count
+        self._open: dict[Any, list[int]] = defaultdict(list)
+        for i in sorted(range(count), key=lambda i: (ready[i], i)):
+            before = [self._depth[j] + (eqns[j].primitive in FUSED) for j in self._needs[i] if j not in self._done]
+            self._depth[i] = max(before, default=0)  # those that follow from each other share no bucket
+            if i not in waits:
+                yield from self._emit(i)
+            elif eqns[i].primitive in FUSED:
+                yield from self._enter(i)
+        for i in range(count):
+            yield from self._emit(i)
+
+    def _waiting(self) -> set[int]:
+        """Collectives, and the cheap operations before and after them."""
+        found, after = set[int](), set[int]()
+        for i in reversed(range(len(self.eqns))):
+            if self.eqns[i].primitive in FUSED or (i in after and self.eqns[i].primitive.name in CHEAP):
+                found.add(i)
+                after |= self._needs[i]
+        for i, eqn in enumerate(self.eqns):
+            if eqn.primitive.name in CHEAP and not found.isdisjoint(self._needs[i]):
+                found.add(i)
+        return found
+
+    def _enter(self, i: int) -> Iterator[tuple[list[JaxprEqn], JaxprEqn | None]]:
+        """Put a collective into a bucket, and send what is full."""
+        bucket, size, limit = self._open[self._kind(i)], _bytes(self.eqns[i]), self._limit(i)
+        if _gathers(self.eqns[i]):
+            bucket.append(i)
+        elif not size or size >= limit:
+            yield from self._emit(i)
+        else:
+            if bucket and sum(_bytes(self.eqns[k]) for k in bucket) + size > limit:
+                yield from self._emit(bucket[0])
+            self._open[self._kind(i)].append(i)
+
+    def _emit(self, i: int) -> Iterator[tuple[list[JaxprEqn], JaxprEqn | None]]:
+        if i in self._done:
+            return
+        members = self._bucket(i) if self.eqns[i].primitive in FUSED else [i]
+        self._done.update(members)
+        for j in sorted(j for k in members for j in self._needs[k]):
+            yield from self._emit(j)
+        use = min(self._needed[k] for k in members)
+        taken = _gathers(self.eqns[i]) and use < len(self.eqns)
+        yield [self.eqns[k] for k in members], self.eqns[use] if taken else None
+
+    def _bucket(self, i: int) -> list[int]:
+        """What travels with a collective: of reductions all that wait, of gathers those that are needed next."""
+        bucket = self._open[self._kind(i)]
+        if not _gathers(self.eqns[i]):
+            members = list(bucket) if i in bucket else [i]
+        else:
+            members, size = [i], _bytes(self.eqns[i])
+            for k in sorted(set(bucket) - {i}, key=lambda k: (self._needed[k], k)):
+                more, limit = _bytes(self.eqns[k]), self._limit(k)
+                if 0 < more < limit and size + more > limit:
+                    break
+                if 0 < more < limit and size:
+                    members.append(k)
+                    size += more
+        self._open[self._kind(i)] = [k for k in bucket if k not in members]
+        return members
+
+    def _kind(self, i: int) -> tuple[Any, ...]:
+        eqn = self.eqns[i]
+        params = {k: v for k, v in eqn.params.items() if k not in ("dim", "size")}
+        return eqn.primitive, eqn.invars[0].aval.dtype, tuple(sorted(params.items())), self._depth[i]  # type: ignore[attr-defined]
+
+    def _limit(self, i: int) -> int:
+        if not _gathers(self.eqns[i]):
+            return self.bucket_bytes
+        return min(self.bucket_bytes, self.ahead if self._needed[i] < len(self.eqns) else 4 * self.ahead)
+
+
+def _gathers(eqn: JaxprEqn) -> bool:
+    return eqn.primitive is gather_shards_p
+
+
+def _bytes(eqn: JaxprEqn) -> int:
+    """Of the whole array."""
+    aval: Any = eqn.outvars[0].aval if _gathers(eqn) else eqn.invars[0].aval
+    return aval.size * jnp.dtype(eqn.params.get("wire") or aval.dtype).itemsize
+
+
+def _given(jaxpr: Jaxpr) -> Any:
+    """An input of a body that is computed just before it: one of its own floats, and no shard."""
+    shards = {eqn.invars[0] for eqn in jaxpr.eqns if _gathers(eqn)}
+    for v in reversed(jaxpr.invars):  # cotangents come last
+        aval: Any = v.aval
+        if v not in shards and jnp.issubdtype(aval.dtype, jnp.floating) and aval.size:
+            return v
+    return None
+
+
 class _Pace:
     """When to gather what is used within the step: at most so many bytes before it is used.
 
@@ -108,10 +225,10 @@ class _Pace:
         self.ahead, self.first = ahead, first
         self._gathered: list[tuple[int, Any]] = []  # its bytes, and what the first use of it takes besides
 
-    def cause(self, bucket: Bucket, producers: Mapping[Any, JaxprEqn]) -> Any:
+    def cause(self, bucket: Sequence[JaxprEqn], use: JaxprEqn, producers: Mapping[Any, JaxprEqn]) -> Any:
         """The variable that has to be computed before `bucket` is gathered, if there is one."""
-        assert bucket.use is not None
-        size, cause = bucket.bytes, self.first
+        own = size = sum(map(_bytes, bucket))
+        cause = self.first
         for earlier, taken in reversed(self._gathered):
             if size >= self.ahead and taken is not None:
                 cause = taken
@@ -119,11 +236,11 @@ class _Pace:
             size += earlier
         computed = [
             v
-            for v in bucket.use.invars
-            if not isinstance(v, Literal) and v in producers and producers[v].primitive is not gather_shards_p
+            for v in use.invars
+            if not isinstance(v, Literal) and v in producers and not _gathers(producers[v])
             and jnp.issubdtype(v.aval.dtype, jnp.floating) and v.aval.size  # type: ignore[attr-defined]
         ]  # fmt: skip
-        self._gathered.append((bucket.bytes, _before_form(computed[0], producers) if computed else None))
+        self._gathered.append((own, _before_form(computed[0], producers) if computed else None))
         return cause
 
 

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.communicators import Rules
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, GROUP, MODEL, Axis, axes_of_mesh, data_size, in_groups, passes
-from jaxdist.placements.accumulation import in_place
 from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter, local_types
 from jaxdist.placements.infer import Infer
@@ -127,7 +126,6 @@ class PlacedStep:
         """What a device runs, its collectives in buckets."""
         closed = self._emitter(infer, placed, bool(self.offloaded)).program(local_types(placed))
         in_shards = sum(a.size * a.dtype.itemsize for a, how in zip(self.avals, self.layouts, strict=True) if how)
-        closed = in_place(closed, self.axes)
         barriers = not self.machine.kind.is_cpu
         return Fuse(self.bucket_bytes, self.axes, in_shards // _GATHERED_AT_ONCE, barriers=barriers)(closed)
 
