@@ -13,10 +13,10 @@ Reference: Li et al., *PyTorch Distributed*, VLDB 2020, section 3.2.3 (gradient 
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -25,8 +25,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jaxdist.ir.interpreter import contains, inlined, live, subjaxprs, with_bodies
-from jaxdist.ir.operations import CHEAP, SHAPE_ONLY
+from jaxdist.ir.interpreter import contains, has_effect, inlined, live, subjaxprs, with_bodies
+from jaxdist.ir.operations import SHAPE_ONLY
 from jaxdist.ir.primitives import all_reduce_p, first_entry, gather_shards_p, joined, reduce_shard_p, slices
 from jaxdist.mesh import Axis
 
@@ -49,7 +49,7 @@ class Fuse:
         result = None  # of those gathered because they are results, the latest: one after another, in less memory
         done, out = {*jaxpr.constvars, *jaxpr.invars}, list[JaxprEqn]()
         constants: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        for eqns, use in _Schedule(live(jaxpr), self.bucket_bytes, self.ahead).run():
+        for eqns, use in _scheduled(live(jaxpr), self.bucket_bytes, self.ahead):
             cause = None
             if use is not None:
                 cause = pace.cause(eqns, use, producers)
@@ -94,104 +94,81 @@ class Fuse:
         return [jnp.where(ready, x, jnp.zeros_like(x)) for x in operands]
 
 
-@dataclass
-class _Schedule:
-    """The operations in an order to run them in, collectives in buckets.
+def _scheduled(eqns: Sequence[JaxprEqn], most: int, ahead: int) -> Iterator[tuple[list[JaxprEqn], JaxprEqn | None]]:
+    """Operations alone, and collectives in buckets, in an order to run them in; of shards that are gathered, with the
+    first operation that takes one.
 
-    A collective waits in the bucket of its kind until that is full or its result is needed, and with it what is cheap
-    between it and what makes its operand, or takes its result.
+    What can run does, in the program's order. A collective waits in the bucket of its kind until that is full, or until
+    nothing else can run: then the bucket is sent that is needed first.
     """
+    needs = _needs(eqns)
+    users: list[list[int]] = [[] for _ in eqns]
+    for i, before in enumerate(needs):
+        for j in before:
+            users[j].append(i)
+    needed = [min(own, default=len(eqns)) for own in users]
+    missing = list(map(len, needs))
+    ready, full, waiting = list[int](), list[list[int]](), defaultdict[Any, list[int]](list)
 
-    eqns: Sequence[JaxprEqn]
-    bucket_bytes: int
-    ahead: int
+    def limit(i: int) -> int:
+        return min(most, ahead if needed[i] < len(eqns) else 4 * ahead) if _gathers(eqns[i]) else most
 
-    def run(self) -> Iterator[tuple[list[JaxprEqn], JaxprEqn | None]]:
-        """Buckets, and operations alone; of shards that are gathered, with the first operation that takes one."""
-        eqns, count = self.eqns, len(self.eqns)
-        maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
-        self._needs = [{maker[v] for v in eqn.invars if not isinstance(v, Literal) and v in maker} for eqn in eqns]
-        self._needed = [count] * count
-        for i in reversed(range(count)):
-            for j in self._needs[i]:
-                self._needed[j] = i
-        waits = self._waiting()
-        ready: list[int] = []  # the place of what it waits for
-        for i in range(count):
-            ready.append(max((ready[j] for j in self._needs[i]), default=-1) if i in waits else i)
-        self._done, self._depth = set[int](), [0] * count
-        self._open: dict[Any, list[int]] = defaultdict(list)
-        for i in sorted(range(count), key=lambda i: (ready[i], i)):
-            before = [self._depth[j] + (eqns[j].primitive in FUSED) for j in self._needs[i] if j not in self._done]
-            self._depth[i] = max(before, default=0)  # those that follow from each other share no bucket
-            if i not in waits:
-                yield from self._emit(i)
-            elif eqns[i].primitive in FUSED:
-                yield from self._enter(i)
-        for i in range(count):
-            yield from self._emit(i)
-
-    def _waiting(self) -> set[int]:
-        """Collectives, and the cheap operations before and after them."""
-        found, after = set[int](), set[int]()
-        for i in reversed(range(len(self.eqns))):
-            if self.eqns[i].primitive in FUSED or (i in after and self.eqns[i].primitive.name in CHEAP):
-                found.add(i)
-                after |= self._needs[i]
-        for i, eqn in enumerate(self.eqns):
-            if eqn.primitive.name in CHEAP and not found.isdisjoint(self._needs[i]):
-                found.add(i)
-        return found
-
-    def _enter(self, i: int) -> Iterator[tuple[list[JaxprEqn], JaxprEqn | None]]:
-        """Put a collective into a bucket, and send what is full."""
-        bucket, size, limit = self._open[self._kind(i)], _bytes(self.eqns[i]), self._limit(i)
-        if _gathers(self.eqns[i]):
-            bucket.append(i)
-        elif not size or size >= limit:
-            yield from self._emit(i)
-        else:
-            if bucket and sum(_bytes(self.eqns[k]) for k in bucket) + size > limit:
-                yield from self._emit(bucket[0])
-            self._open[self._kind(i)].append(i)
-
-    def _emit(self, i: int) -> Iterator[tuple[list[JaxprEqn], JaxprEqn | None]]:
-        if i in self._done:
+    def enter(i: int) -> None:
+        if eqns[i].primitive not in FUSED:
+            heapq.heappush(ready, i)
             return
-        members = self._bucket(i) if self.eqns[i].primitive in FUSED else [i]
-        self._done.update(members)
-        for j in sorted(j for k in members for j in self._needs[k]):
-            yield from self._emit(j)
-        use = min(self._needed[k] for k in members)
-        taken = _gathers(self.eqns[i]) and use < len(self.eqns)
-        yield [self.eqns[k] for k in members], self.eqns[use] if taken else None
+        bucket, size = waiting[_kind(eqns[i])], _bytes(eqns[i])
+        if not _gathers(eqns[i]):
+            if not 0 < size < limit(i):
+                full.append([i])
+                return
+            if sum(_bytes(eqns[k]) for k in bucket) + size > limit(i):
+                full.append(bucket[:])
+                bucket.clear()
+        bucket.append(i)
 
-    def _bucket(self, i: int) -> list[int]:
-        """What travels with a collective: of reductions all that wait, of gathers those that are needed next."""
-        bucket = self._open[self._kind(i)]
-        if not _gathers(self.eqns[i]):
-            members = list(bucket) if i in bucket else [i]
-        else:
-            members, size = [i], _bytes(self.eqns[i])
-            for k in sorted(set(bucket) - {i}, key=lambda k: (self._needed[k], k)):
-                more, limit = _bytes(self.eqns[k]), self._limit(k)
-                if 0 < more < limit and size + more > limit:
+    def next_bucket() -> list[int]:
+        first = min((i for bucket in waiting.values() for i in bucket), key=lambda i: (needed[i], i))
+        bucket = sorted(waiting.pop(_kind(eqns[first])), key=lambda i: (needed[i], i))
+        members, size = [first], _bytes(eqns[first])
+        if not _gathers(eqns[first]):
+            return bucket
+        for i in bucket[1:]:
+            if 0 < _bytes(eqns[i]) < limit(i):
+                size += _bytes(eqns[i])
+                if size > limit(i):
                     break
-                if 0 < more < limit and size:
-                    members.append(k)
-                    size += more
-        self._open[self._kind(i)] = [k for k in bucket if k not in members]
+                members.append(i)
+        waiting[_kind(eqns[first])] = [i for i in bucket if i not in members]
         return members
 
-    def _kind(self, i: int) -> tuple[Any, ...]:
-        eqn = self.eqns[i]
-        params = {k: v for k, v in eqn.params.items() if k not in ("dim", "size")}
-        return eqn.primitive, eqn.invars[0].aval.dtype, tuple(sorted(params.items())), self._depth[i]  # type: ignore[attr-defined]
+    for i in range(len(eqns)):
+        if not missing[i]:
+            enter(i)
+    while ready or full or any(waiting.values()):
+        members = full.pop(0) if full else [heapq.heappop(ready)] if ready else next_bucket()
+        use = min(needed[i] for i in members)
+        yield [eqns[i] for i in members], eqns[use] if _gathers(eqns[members[0]]) and use < len(eqns) else None
+        for k in (k for i in members for k in users[i]):
+            missing[k] -= 1
+            if not missing[k]:
+                enter(k)
 
-    def _limit(self, i: int) -> int:
-        if not _gathers(self.eqns[i]):
-            return self.bucket_bytes
-        return min(self.bucket_bytes, self.ahead if self._needed[i] < len(self.eqns) else 4 * self.ahead)
+
+def _needs(eqns: Sequence[JaxprEqn]) -> list[set[int]]:
+    """Of each operation, the places of those that must run before it; effects keep their order."""
+    maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    needs = [{maker[v] for v in eqn.invars if not isinstance(v, Literal) and v in maker} for eqn in eqns]
+    effects = [i for i, eqn in enumerate(eqns) if has_effect(eqn)]
+    for before, after in itertools.pairwise(effects):
+        needs[after].add(before)
+    return needs
+
+
+def _kind(eqn: JaxprEqn) -> tuple[Any, ...]:
+    aval: Any = eqn.invars[0].aval
+    params = {k: v for k, v in eqn.params.items() if k not in ("dim", "size")}
+    return eqn.primitive, aval.dtype, tuple(sorted(params.items()))
 
 
 def _gathers(eqn: JaxprEqn) -> bool:

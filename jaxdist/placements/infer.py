@@ -7,7 +7,6 @@ nothing depends on the order of a set or on an address.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -91,11 +90,6 @@ class Infer:
         if block not in self._wanted:
             self._wanted[block] = marked(self, block)
         return self._wanted[block]
-
-    @functools.cached_property
-    def last(self) -> Infer:
-        """The same over the last axis of the mesh, along which marked values are in slices."""
-        return self if len(self.axes) == len(self.mesh) else self.over(self.mesh, len(self.mesh) - 1)
 
     def level(self, node: Node) -> int:
         """Of a mark; 0: it says nothing."""

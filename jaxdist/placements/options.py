@@ -60,7 +60,6 @@ def best(infer: Any, block: Block, ins: Sequence[Placement], loose: frozenset[in
 def _together(chosen: Sequence[Choice]) -> Choice:
     return Choice(
         {node: name for one in chosen for node, name in one.names.items()},
-        frozenset().union(*(one.everywhere for one in chosen)),
         {i: to for one in chosen for i, to in one.slices.items()},
     )
 
@@ -86,16 +85,14 @@ def _messages(placed: Placed) -> Counter[tuple[str, int]]:
 def _groups(walk: Walk) -> list[Choice]:
     """What is switched together, in the order of the first operation of each."""
     classes = Classes[Hashable]()
-    apart = [(node, one.name) for node, one in walk.offers if not one.together]
-    for node, name in apart:
+    offers = [(node, one.name) for node, one in walk.offers]
+    for node, name in offers:
         for tie in (*_ties(walk, node), (node.name, node.line, *walk.shapes(node.ins))):
             classes.tie((id(node), name), (name, tie))
     groups: dict[Hashable, dict[int, str]] = {}
-    for node, name in apart:
+    for node, name in offers:
         groups.setdefault(classes.of((id(node), name)), {})[id(node)] = name
     found = [Choice(names) for names in groups.values()]
-    together = dict.fromkeys(one.name for _, one in walk.offers if one.together)
-    found += [Choice(everywhere=frozenset({name})) for name in together]
     if slices := used_in_slices(walk):
         found.append(Choice(slices=slices))
     return found

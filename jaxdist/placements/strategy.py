@@ -40,7 +40,6 @@ class Strategy:
     instead: str = ""  # its operands move for this reason, where something else could
     then: Sequence[Form] = ()  # the form into which each result is brought at once; (): it stays as it is made
     name: str = ""  # of the option, where the operation has others; "": what is taken unless another one costs less
-    together: bool = False  # all operations take the option of this name, or none
 
 
 @dataclass(eq=False)

@@ -41,7 +41,6 @@ class Choice:
     """What a walk takes, where it is not what it takes by itself."""
 
     names: Mapping[int, str] = field(default_factory=dict)  # by the id of an operation, the option
-    everywhere: frozenset[str] = frozenset()  # options of all operations that have them
     slices: Mapping[int, Split] = field(default_factory=dict)  # of summands, in which they are added up
 
 
@@ -125,8 +124,7 @@ class Walk:
         """How an operation runs, given how its operands come."""
         first, *others = self.options(node)
         self.offers += [(node, one) for one in others]
-        wanted = {self.choice.names.get(id(node)), *self.choice.everywhere}
-        return next((one for one in others if one.name in wanted), first)
+        return next((one for one in others if one.name == self.choice.names.get(id(node))), first)
 
     def options(self, node: Node) -> list[Strategy]:
         """How an operation may run; the first is what moves least for it alone."""

@@ -364,15 +364,6 @@ def test_few_examples_travel_in_place_of_weights(name: str) -> None:
         assert "all-reduce" not in {kind for kind, size, _ in found if size in sizes}, "no gradient is reduced whole"
 
 
-@pytest.mark.parametrize(("rows", "kind"), [(64, "all-gather"), (1024, "all-reduce")])
-def test_few_rows_cross_groups(rows: int, kind: str) -> None:
-    """Of devices far from each other: rows of the batch, or slices of gradients."""
-    tx, params = jaxdist.zero(optax.sgd(0.1), 2, within=2), [zeros(512, 512)] * 3
-    ops = programs.of(decorated(train_step(layers_of, tx), 4), params, tx.init(params), zeros(rows, 512))
-    crossing = {op.name for op in ops if op.groups == ((0, 2), (1, 3)) and op.size > 3 * 512}
-    assert crossing == {kind}
-
-
 def test_explain_says_that_there_is_no_batch() -> None:
     step = decorated(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w).mean(), 4, batch_argnums=())
     said = " ".join(str(jaxdist.explain(step, zeros(256, 256), zeros(512, 256))).split())
