@@ -5,10 +5,9 @@
 DIR holds a checkout of each repository at the commit that published/source.py names (`--list` prints them). Each step
 trains on 1, 2 and 4 virtual devices, at the levels of ZeRO if it has an optax transformation, and on two processes over
 both communicators (which `jaxdist run` starts); what comes out is compared with one device under the step's own
-decorator. The batches are small, and steps that jaxdist would therefore compute whole on every device are split here as
-if they were large; which ones those are is told. Named steps replace what benchmarks/results/compatibility.json has of
-them. `--markdown` alone makes the page of what that has, and needs no checkouts. Besides those of jaxdist it needs
-diffrax, dm-haiku, dm-tree, numpyro, einops, jraph, ml_collections and clu.
+decorator. Named steps replace what benchmarks/results/compatibility.json has of them. `--markdown` alone makes the page
+of what that has, and needs no checkouts. Besides those of jaxdist it needs diffrax, dm-haiku, dm-tree, numpyro, einops,
+jraph, ml_collections and clu.
 """
 
 from __future__ import annotations
@@ -68,35 +67,35 @@ class Step(NamedTuple):
 
     Attributes:
       split: whether it got examples, each device its part of them.
-      whole: whether jaxdist, left to itself, would compute all of it on every device.
       repeated: the share of its work that every device does.
     """
 
     split: bool
-    whole: bool
     repeated: float
 
 
 @contextlib.contextmanager
 def split() -> Iterator[list[Step]]:
-    """No step is computed whole on every device for being small; yields the steps that are compiled within."""
+    """Yields the steps that are placed within."""
     from jaxdist.placements import report
     from jaxdist.placements.values import Split
-    from jaxdist.step import passes
+    from jaxdist.step import placed
 
-    shipped, steps = passes.or_whole, []
+    shipped, steps = placed.place, []
 
-    def in_parts(infer: Any, block: Any, placed: Any, ins: Sequence[Any], messages: Any) -> Any:
-        examples = any(isinstance(p, Split) and not p.stored for p in ins)
-        repeated = sum(row.share for row in report.rows([placed]) if row.what == "repeated")
-        steps.append(Step(examples, shipped(infer, block, placed, ins, messages).whole, repeated))
-        return placed
+    def place(*args: Any) -> Any:
+        found = shipped(*args)
+        for one in found:
+            examples = any(isinstance(p, Split) and not p.stored for p in one.ins)
+            repeated = sum(row.share for row in report.rows([one.placed]) if row.what == "repeated")
+            steps.append(Step(examples, repeated))
+        return found
 
-    passes.or_whole = in_parts
+    placed.place = place
     try:
         yield steps
     finally:
-        passes.or_whole = shipped
+        placed.place = shipped
 
 
 def compare(expected: Numbers, got: Numbers) -> dict[str, float]:
@@ -303,7 +302,7 @@ def attempt(entry: Any, expected: Expected, run: Callable[[], tuple[Numbers, boo
             traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]}
     if steps:  # on several devices
-        found |= {"split": any(s.split for s in steps), "whole_as_shipped": any(s.whole for s in steps)}
+        found |= {"split": any(s.split for s in steps)}
         found["repeated"] = round(max((s.repeated for s in steps if s.split), default=0.0), 4)
     return found | {"seconds": round(time.monotonic() - start, 1)}
 
@@ -412,13 +411,6 @@ def ran(result: dict[str, Any]) -> str:
     return "split" if placed(result) else "no batch"
 
 
-def as_shipped(result: dict[str, Any]) -> str:
-    """Whether jaxdist, left to itself, computes the step whole on every device, in words."""
-    runs = placed(result)
-    whole = sum(run["whole_as_shipped"] for run in runs)
-    return "" if not runs else "split" if not whole else "whole" if whole == len(runs) else "whole or split"
-
-
 def number(x: float) -> str:
     """In two digits."""
     return "0" if not x else f"{x:.0e}".replace("e-0", "e-") if x < float("inf") else "inf"
@@ -460,7 +452,7 @@ def line(result: dict[str, Any], usual: dict[str, str]) -> str:
     link = f"[{path}](https://github.com/{result['repository']}/blob/{result['commit']}/{result['path']})"
     cells = [
         f"{result['repository'].rpartition('/')[2]}: {link}<br>{result['function']}<br>{result['style']}",
-        number(worst(result)) if not errors else "", as_shipped(result), " ".join([*notes, *errors]),
+        number(worst(result)) if not errors else "", " ".join([*notes, *errors]),
     ]  # fmt: skip
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
@@ -473,7 +465,6 @@ def page(found: dict[str, Any]) -> str:
     sources = {(r["repository"], r["commit"]) for r in results}
     versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
     parts = [r for r in results if ran(r) == "split"]
-    whole, varies = ([r for r in parts if as_shipped(r) == said] for said in ("whole", "whole or split"))
     columns = [conditions(r) for r in results]
     usual = {name: Counter(each[name] for each in columns).most_common(1)[0][0] for name in columns[0]}
     return f"""\
@@ -490,16 +481,13 @@ Each trains for three steps on {usual["devices"]} devices, at ZeRO levels {usual
 step's own decorator on one device, relative to the largest value of the array. Where float32 or a true value of zero is
 the reason for it, a note says how far one device is from itself when its floats are changed in the last digit.
 
-A small step is computed whole on every device where messages would take longer. That is switched off here, so that
-{len(parts)} of {len(results)} steps are split in all runs on several devices (the others have no batch). *As shipped*,
-{len(whole)} of those that are split would be whole in all these runs, and {len(varies)} in some. *Repeated* is the \
-largest share of a
-step's FLOPs that every device does, such as what needs all examples at once.
+{len(parts)} of {len(results)} steps are split in all runs on several devices (the others have no batch). *Repeated* is
+the largest share of a step's FLOPs that every device does, such as what needs all examples at once.
 
 Made with {versions}, by `python benchmarks/compatibility.py --sources DIR --markdown benchmarks/results/published.md`.
 
-| step, and how it is called | difference | as shipped | notes |
-|---|---|---|---|
+| step, and how it is called | difference | notes |
+|---|---|---|
 {chr(10).join(line(r, usual) for r in results)}
 """
 

@@ -127,15 +127,12 @@ def zero(
             return inner.update(updates, state, params, **extra)
         if level:
             _check(inner, updates, state, params, extra)
-        updates, state = inner.update(
+        return inner.update(
             updates if _of_each_example(updates, params) else marked(updates, "gradient", offload=offload),
             marked(state, "state", offload=offload),
             marked(params, "parameter"),
             **extra,
         )
-        if params is None:  # then they are what these are added to
-            updates = marked(updates, "update")
-        return updates, state
 
     return optax.GradientTransformationExtraArgs(init, update)
 

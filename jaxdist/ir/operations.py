@@ -24,9 +24,6 @@ LINEAR = SHAPE_ONLY | {"broadcast_in_dim", "dynamic_slice", "expand_dims", "neg"
 ACROSS = frozenset({"all_to_all", "jaxdist_all_reduce", "jaxdist_reduce_scatter", "ppermute"})
 """Collectives that are linear, and whose result is no larger than their operand."""
 
-CHEAP = SHAPE_ONLY | {"broadcast_in_dim", "convert_element_type", "div", "mul", "neg"}
-"""May stand between what makes a tensor and its collective, without making that later."""
-
 CONTRACTION = frozenset({"conv_general_dilated", "dot_general"})
 
 FACTORISATION = {"cholesky": 1 / 3, "eig": 25, "eigh": 9, "geqrf": 2, "hessenberg": 10 / 3, "householder_product": 2,

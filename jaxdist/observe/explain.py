@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxdist.placements.report import Row, choices, rows, summary, table
+from jaxdist.placements.report import Row, rows, text
 from jaxdist.step.data_parallel import data_parallel
 from jaxdist.step.decorated import DataParallel
 
@@ -17,7 +17,6 @@ class Explanation:
 
     rows: tuple[Row, ...]  # most bytes first, then what is repeated
     cut: Mapping[str, int]  # the leaves of the state that the model axis cuts, by name, and the dimension
-    choices: tuple[str, ...]  # the options that matter most: which are taken, and what the other way would cost
     mesh: str  # which was chosen, and why; "": it was given
     verbose: bool
 
@@ -25,10 +24,9 @@ class Explanation:
         mesh = [f"mesh: {self.mesh}"] * bool(self.mesh)
         if not self.verbose:
             cut = [f"the axis 'model' cuts {len(self.cut)} leaves of the state"] * bool(self.cut)
-            return "\n".join([*mesh, summary(self.rows), *cut, "explain(..., verbose=True) says all"])
+            return "\n".join([*mesh, text(self.rows, False), *cut, "explain(..., verbose=True) says all"])
         cut = [f"the axis 'model' cuts {name} along dimension {dim}" for name, dim in self.cut.items()]
-        estimated = ["estimated for these devices:", *self.choices] if self.choices else []
-        return "\n".join([*mesh, table(self.rows), *cut, *estimated])
+        return "\n".join([*mesh, text(self.rows, True), *cut])
 
     __repr__ = __str__
 
@@ -43,7 +41,7 @@ def explain(step: Callable[..., Any], *args: Any, verbose: bool = False, **kwarg
     Args:
       step: a decorated step, or a plain step, which is decorated with the defaults.
       *args: arguments of the step; `jax.ShapeDtypeStruct` works.
-      verbose: list everything, including the leaves that the model axis cuts and the cost of the alternatives.
+      verbose: list everything, including the leaves that the model axis cuts.
       **kwargs: keyword arguments of the step.
 
     Returns:
@@ -58,4 +56,4 @@ def explain(step: Callable[..., Any], *args: Any, verbose: bool = False, **kwarg
     decorated: DataParallel = step if isinstance(step, DataParallel) else data_parallel(step)  # type: ignore[assignment]
     placed = decorated.placed(*args, **kwargs)
     cut = decorated.program(*args, **kwargs).placed.cut_by_model()
-    return Explanation(tuple(rows(placed)), cut, tuple(choices(placed)), decorated.why, verbose)
+    return Explanation(tuple(rows(placed)), cut, decorated.why, verbose)

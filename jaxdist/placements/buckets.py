@@ -13,22 +13,24 @@ Reference: Li et al., *PyTorch Distributed*, VLDB 2020, section 3.2.3 (gradient 
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jaxdist.ir.interpreter import contains, inlined, live, subjaxprs, with_bodies
+from jaxdist.ir.interpreter import contains, has_effect, inlined, live, subjaxprs, with_bodies
 from jaxdist.ir.operations import SHAPE_ONLY
 from jaxdist.ir.primitives import all_reduce_p, first_entry, gather_shards_p, joined, reduce_shard_p, slices
 from jaxdist.mesh import Axis
-from jaxdist.placements.bucket_order import FUSED, Bucket, given, schedule
 
+FUSED = {all_reduce_p, reduce_shard_p, gather_shards_p}
 _MANY = 8
 """Pieces of a bucket for which `_pieces_of_one_kernel` pays."""
 
@@ -43,26 +45,21 @@ class Fuse:
         """The program with its collectives in buckets."""
         jaxpr = closed.jaxpr
         producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        pace = _Pace(self.ahead, None if self.barriers or not nested else given(jaxpr))
+        pace = _Pace(self.ahead, None if self.barriers or not nested else _given(jaxpr))
         result = None  # of those gathered because they are results, the latest: one after another, in less memory
         done, out = {*jaxpr.constvars, *jaxpr.invars}, list[JaxprEqn]()
         constants: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        for item in schedule(live(jaxpr), self.bucket_bytes, self.ahead):
-            if isinstance(item, JaxprEqn):
-                out.append(self._within(item))
-                done.update(item.outvars)
-                continue
-            if item.use is not None:
-                cause = pace.cause(item, producers)
+        for eqns, use in _scheduled(live(jaxpr), self.bucket_bytes, self.ahead):
+            cause = None
+            if use is not None:
+                cause = pace.cause(eqns, use, producers)
+            elif _gathers(eqns[0]):
+                cause, result = None if self.barriers else result, eqns[0].outvars[0]
+            if len(eqns) == 1 and cause not in done:
+                out.append(self._within(eqns[0]))
             else:
-                cause = result if item.gathers and not self.barriers else None
-            if item.gathers and item.use is None:
-                result = item.eqns[0].outvars[0]
-            if len(item.eqns) == 1 and cause not in done:
-                out += item.eqns
-            else:
-                out += self._together(item.eqns, cause if cause in done else None, constants)
-            done.update(eqn.outvars[0] for eqn in item.eqns)
+                out += self._together(eqns, cause if cause in done else None, constants)
+            done.update(v for eqn in eqns for v in eqn.outvars)
         fused = jaxpr.replace(eqns=out, constvars=list(constants))
         return ClosedJaxpr(fused, list(constants.values()))
 
@@ -97,6 +94,103 @@ class Fuse:
         return [jnp.where(ready, x, jnp.zeros_like(x)) for x in operands]
 
 
+def _scheduled(eqns: Sequence[JaxprEqn], most: int, ahead: int) -> Iterator[tuple[list[JaxprEqn], JaxprEqn | None]]:
+    """Operations alone, and collectives in buckets, in an order to run them in; of shards that are gathered, with the
+    first operation that takes one.
+
+    What can run does, in the program's order. A collective waits in the bucket of its kind until that is full, or until
+    nothing else can run: then the bucket is sent that is needed first.
+    """
+    needs = _needs(eqns)
+    users: list[list[int]] = [[] for _ in eqns]
+    for i, before in enumerate(needs):
+        for j in before:
+            users[j].append(i)
+    needed = [min(own, default=len(eqns)) for own in users]
+    missing = list(map(len, needs))
+    ready, full, waiting = list[int](), list[list[int]](), defaultdict[Any, list[int]](list)
+
+    def limit(i: int) -> int:
+        return min(most, ahead if needed[i] < len(eqns) else 4 * ahead) if _gathers(eqns[i]) else most
+
+    def enter(i: int) -> None:
+        if eqns[i].primitive not in FUSED:
+            heapq.heappush(ready, i)
+            return
+        bucket, size = waiting[_kind(eqns[i])], _bytes(eqns[i])
+        if not _gathers(eqns[i]):
+            if not 0 < size < limit(i):
+                full.append([i])
+                return
+            if sum(_bytes(eqns[k]) for k in bucket) + size > limit(i):
+                full.append(bucket[:])
+                bucket.clear()
+        bucket.append(i)
+
+    def next_bucket() -> list[int]:
+        first = min((i for bucket in waiting.values() for i in bucket), key=lambda i: (needed[i], i))
+        bucket = sorted(waiting.pop(_kind(eqns[first])), key=lambda i: (needed[i], i))
+        members, size = [first], _bytes(eqns[first])
+        if not _gathers(eqns[first]):
+            return bucket
+        for i in bucket[1:]:
+            if 0 < _bytes(eqns[i]) < limit(i):
+                size += _bytes(eqns[i])
+                if size > limit(i):
+                    break
+                members.append(i)
+        waiting[_kind(eqns[first])] = [i for i in bucket if i not in members]
+        return members
+
+    for i in range(len(eqns)):
+        if not missing[i]:
+            enter(i)
+    while ready or full or any(waiting.values()):
+        members = full.pop(0) if full else [heapq.heappop(ready)] if ready else next_bucket()
+        use = min(needed[i] for i in members)
+        yield [eqns[i] for i in members], eqns[use] if _gathers(eqns[members[0]]) and use < len(eqns) else None
+        for k in (k for i in members for k in users[i]):
+            missing[k] -= 1
+            if not missing[k]:
+                enter(k)
+
+
+def _needs(eqns: Sequence[JaxprEqn]) -> list[set[int]]:
+    """Of each operation, the places of those that must run before it; effects keep their order."""
+    maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    needs = [{maker[v] for v in eqn.invars if not isinstance(v, Literal) and v in maker} for eqn in eqns]
+    effects = [i for i, eqn in enumerate(eqns) if has_effect(eqn)]
+    for before, after in itertools.pairwise(effects):
+        needs[after].add(before)
+    return needs
+
+
+def _kind(eqn: JaxprEqn) -> tuple[Any, ...]:
+    aval: Any = eqn.invars[0].aval
+    params = {k: v for k, v in eqn.params.items() if k not in ("dim", "size")}
+    return eqn.primitive, aval.dtype, tuple(sorted(params.items()))
+
+
+def _gathers(eqn: JaxprEqn) -> bool:
+    return eqn.primitive is gather_shards_p
+
+
+def _bytes(eqn: JaxprEqn) -> int:
+    """Of the whole array."""
+    aval: Any = eqn.outvars[0].aval if _gathers(eqn) else eqn.invars[0].aval
+    return aval.size * jnp.dtype(eqn.params.get("wire") or aval.dtype).itemsize
+
+
+def _given(jaxpr: Jaxpr) -> Any:
+    """An input of a body that is computed just before it: one of its own floats, and no shard."""
+    shards = {eqn.invars[0] for eqn in jaxpr.eqns if _gathers(eqn)}
+    for v in reversed(jaxpr.invars):  # cotangents come last
+        aval: Any = v.aval
+        if v not in shards and jnp.issubdtype(aval.dtype, jnp.floating) and aval.size:
+            return v
+    return None
+
+
 class _Pace:
     """When to gather what is used within the step: at most so many bytes before it is used.
 
@@ -108,10 +202,10 @@ class _Pace:
         self.ahead, self.first = ahead, first
         self._gathered: list[tuple[int, Any]] = []  # its bytes, and what the first use of it takes besides
 
-    def cause(self, bucket: Bucket, producers: Mapping[Any, JaxprEqn]) -> Any:
+    def cause(self, bucket: Sequence[JaxprEqn], use: JaxprEqn, producers: Mapping[Any, JaxprEqn]) -> Any:
         """The variable that has to be computed before `bucket` is gathered, if there is one."""
-        assert bucket.use is not None
-        size, cause = bucket.bytes, self.first
+        own = size = sum(map(_bytes, bucket))
+        cause = self.first
         for earlier, taken in reversed(self._gathered):
             if size >= self.ahead and taken is not None:
                 cause = taken
@@ -119,11 +213,11 @@ class _Pace:
             size += earlier
         computed = [
             v
-            for v in bucket.use.invars
-            if not isinstance(v, Literal) and v in producers and producers[v].primitive is not gather_shards_p
+            for v in use.invars
+            if not isinstance(v, Literal) and v in producers and not _gathers(producers[v])
             and jnp.issubdtype(v.aval.dtype, jnp.floating) and v.aval.size  # type: ignore[attr-defined]
         ]  # fmt: skip
-        self._gathered.append((bucket.bytes, _before_form(computed[0], producers) if computed else None))
+        self._gathered.append((own, _before_form(computed[0], producers) if computed else None))
         return cause
 
 

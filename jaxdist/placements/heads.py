@@ -2,7 +2,7 @@
 
 Each device has some places of the sequence. To compare its queries with all keys it gathers these, and the values; or
 an all-to-all gives it all places of some of the heads, and another one brings what it makes of them back. That sends
-less the more devices there are, and divides the products as well. All attention of a step is done in one of the ways.
+less the more devices there are, and divides the products as well.
 
 References:
   Jacobs et al., *DeepSpeed Ulysses*, arXiv 2309.14509.
@@ -46,7 +46,7 @@ def _heads(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     back = _places(walk, node, described, (p, q), factor)
     run = Cut(described, factor, tile(0, sizes[factor], walk.n), None)
     then = [form(tile(result.index(back), sizes[back], walk.n))] if back is not None else ()
-    return Strategy(takes, [made], run, then=then, name=NAME, together=True)
+    return Strategy(takes, [made], run, then=then, name=NAME)
 
 
 def _places(walk: Walk, node: Node, described: Factors, ins: tuple[Split, Split], heads: int) -> int | None:

@@ -7,7 +7,6 @@ nothing depends on the order of a set or on an address.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -66,18 +65,17 @@ class Infer:
         ins: Sequence[Placement],
         wants: Sequence[Form | None] | None = None,
         loose: frozenset[int] = frozenset(),
-        whole: frozenset[int] = frozenset(),
     ) -> Placed:
         """Settle the placements of a block."""
         ins = tuple(ins)
         wants = tuple(wants) if wants is not None else (None,) * len(block.outputs)
-        key = (block, ins, wants, loose, whole)
+        key = (block, ins, wants, loose)
         if key not in self._placed:
-            natural = (block, ins, (None,) * len(wants), loose, whole)
+            natural = (block, ins, (None,) * len(wants), loose)
             if natural not in self._placed:
-                placed = best(self, block, ins, loose, whole)
+                placed = best(self, block, ins, loose)
                 if self._may_own and (owned := with_owners(self, placed)) is not None:
-                    placed = replace(best(self, owned, ins, loose, whole), matrices=placed.matrices)
+                    placed = replace(best(self, owned, ins, loose), matrices=placed.matrices)
                 self._placed[natural] = placed
             if key != natural:
                 self._placed[key] = self._placed[natural].returning(self, wants)
@@ -92,11 +90,6 @@ class Infer:
         if block not in self._wanted:
             self._wanted[block] = marked(self, block)
         return self._wanted[block]
-
-    @functools.cached_property
-    def last(self) -> Infer:
-        """The same over the last axis of the mesh, along which marked values are in slices."""
-        return self if len(self.axes) == len(self.mesh) else self.over(self.mesh, len(self.mesh) - 1)
 
     def level(self, node: Node) -> int:
         """Of a mark; 0: it says nothing."""

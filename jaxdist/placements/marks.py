@@ -2,8 +2,7 @@
 slices, because it leads to a mark or is used in slices alone.
 
 `jaxdist.zero` marks what its update is given. A mark on a value that is an input of the step, as it came, says how that
-input is to be kept between steps: the optimizer's state in shards from level 1, parameters at level 3. Where the update
-is not given the parameters, they are the inputs that its results are added to.
+input is to be kept between steps: the optimizer's state in shards from level 1, parameters at level 3.
 """
 
 from __future__ import annotations
@@ -30,13 +29,6 @@ class _From:
     exact: bool = True
 
 
-@dataclass(frozen=True)
-class _Update:
-    """A value made, elementwise, of an update at `level` whose parameters are not known."""
-
-    level: int
-
-
 @dataclass
 class Marks:
     """What was found."""
@@ -48,7 +40,7 @@ class Marks:
     offloaded: set[int] = field(default_factory=set)  # inputs to keep in the host's memory
     # inputs of which a loop takes slices along the first dimension, or of which rows are looked up
     sliced: set[int] = field(default_factory=set)
-    updates: bool = False  # whether there is an update without parameters
+    parameters: bool = False  # whether they are to be in shards as well
 
     def cuts(self, shapes: Sequence[tuple[int, ...]], devices: int) -> list[Cut | None]:
         """How so many devices are to share each input; None: it is whole on each. Leaves of one shape agree."""
@@ -63,17 +55,17 @@ def marks(infer: Any, block: Block, level: int | None) -> Marks:
     """The marks of a step."""
     found = Marks()
     _follow(infer, block, [_From(i) for i in range(len(block.inputs))], found, level)
-    if found.updates and "parameter" not in found.roles.values():
+    if found.parameters and "parameter" not in found.roles.values():
         raise ValueError(
-            "zero(level=3) keeps the parameters in shards, and finds no argument of the step that the updates are "
-            "added to: tell it which they are, tx.update(grads, state, params)"
+            "zero(level=3) keeps the parameters in shards, and finds no argument of the step that they are: tell it, "
+            "tx.update(grads, state, params)"
         )
     return found
 
 
 def _follow(
-    infer: Any, block: Block, inputs: Sequence[_From | _Update | None], found: Marks, level: int | None
-) -> list[_From | _Update | None]:
+    infer: Any, block: Block, inputs: Sequence[_From | None], found: Marks, level: int | None
+) -> list[_From | None]:
     at: list[Any] = [None] * len(block.avals)
     for i, source in zip(block.inputs, inputs, strict=True):
         at[i] = source
@@ -89,14 +81,14 @@ def _follow(
 
 
 def _in_bodies(
-    infer: Any, node: Node, args: Sequence[_From | _Update | None], found: Marks, level: int | None
-) -> Sequence[_From | _Update | None]:
+    infer: Any, node: Node, args: Sequence[_From | None], found: Marks, level: int | None
+) -> Sequence[_From | None]:
     """What all branches agree on, and no turn of a loop changes."""
     every = []
     for body in bodies(node.eqn):
         if not body.outs:
             continue
-        found.sliced |= {a.index for k in body.xs if isinstance(a := args[body.ins[k]], _From)}
+        found.sliced |= {a.index for k in body.xs if (a := args[body.ins[k]])}
         given = [None if k in body.xs else args[i] for k, i in enumerate(body.ins)]
         outs = _follow(infer, infer.block(body.closed, node.backward), given, found, level)
         for o, k in enumerate(body.carry):
@@ -105,41 +97,26 @@ def _in_bodies(
     return [outs[0] if len(set(outs)) == 1 else None for outs in zip(*every, strict=True)]
 
 
-def _node(
-    node: Node, args: Sequence[_From | _Update | None], found: Marks, level: int | None
-) -> Sequence[_From | _Update | None]:
-    name, params, nothing = node.name, node.eqn.params, [None] * len(node.outs)
+def _node(node: Node, args: Sequence[_From | None], found: Marks, level: int | None) -> Sequence[_From | None]:
+    name, params = node.name, node.eqn.params
     if name == "jaxdist_shard":
-        own = params["level"] if level is None or params["role"] == "requested" else level
-        _mark(params, args[0], own, found)
-        if params["role"] == "update":
-            return [_Update(own)]
-    if name == "gather" and isinstance(args[0], _From) and 0 in params["dimension_numbers"].collapsed_slice_dims:
+        _mark(params, args[0], params["level"] if level is None or params["role"] == "requested" else level, found)
+    if name == "gather" and args[0] and 0 in params["dimension_numbers"].collapsed_slice_dims:
         found.sliced.add(args[0].index)
     if name in SAME:
         return args[: len(node.outs)]
-    update = next((a for a in args if isinstance(a, _Update)), None)
-    if update is not None and is_elementwise(node.eqn.primitive):
-        for source in args:
-            if name == "add" and isinstance(source, _From):
-                found.roles.setdefault(source.index, "parameter")
-                if source.exact and update.level == 3:
-                    found.sharded.add(source.index)
-                return nothing
-        return [update] * len(node.outs)
-    if name == "convert_element_type":
-        return [replace(args[0], exact=False) if isinstance(args[0], _From) else args[0]]
-    return args if name == "optimization_barrier" else nothing
+    if name == "convert_element_type" and args[0]:
+        return [replace(args[0], exact=False)]
+    return args if name == "optimization_barrier" else [None] * len(node.outs)
 
 
-def _mark(params: Mapping[str, Any], source: _From | _Update | None, own: int, found: Marks) -> None:
+def _mark(params: Mapping[str, Any], source: _From | None, own: int, found: Marks) -> None:
     """Write down what a mark at level `own` says of the input that it is on."""
     role = params["role"]
     if role != "requested":
         found.levels.add(params["level"])
-    if role == "update":
-        found.updates |= own == 3
-    elif isinstance(source, _From):
+    found.parameters |= role == "gradient" and own == 3
+    if source:
         if role in ("state", "parameter"):
             found.roles.setdefault(source.index, role)
         if source.exact and role in _KEPT and own >= _KEPT[role] and (own or role == "requested"):

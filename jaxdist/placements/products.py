@@ -5,8 +5,6 @@ batch are few beside a large weight, they travel instead: each device has all ro
 the weight, and an all-to-all gives each its own examples back; or it has of all rows the columns that meet its slice,
 and a reduce-scatter adds the products up. A gradient is computed as a slice, from all rows. The FLOPs are the same.
 
-Between groups of devices that share a weight rows travel in place of a gradient's slices, see `_from_all_groups`.
-
 References:
   Shoeybi et al., *Megatron-LM*, arXiv 1909.08053, section 3 (a product with a weight split along its columns or rows);
   Xu et al., *GSPMD*, arXiv 2105.04663, section 3.5 (a product for which an operand is partitioned again).
@@ -23,7 +21,7 @@ import jax.numpy as jnp
 from jaxdist.mesh import GROUP
 from jaxdist.placements.block import TO_A_SUM, Node
 from jaxdist.placements.rules import Factors
-from jaxdist.placements.run import Cut, run_as_is
+from jaxdist.placements.run import Cut
 from jaxdist.placements.strategy import IN_PLACE, Strategy, nbytes
 from jaxdist.placements.values import PARTIAL, REPLICATED, Form, Partial, Placement, Split, form, is_wide, tile
 from jaxdist.placements.walk import Walk, offer
@@ -50,7 +48,7 @@ def _product(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
     (example,) = examples
     assert example is not None
     if walk.infer.axis.name == GROUP:
-        return None if kept else _from_all_groups(walk, node, ins, described, example)
+        return None
     if len(kept) == 1:
         return _with_slices(walk, node, ins, described, kept[0], example)
     return _in_slices(walk, node, ins, described, example) if not kept else None
@@ -106,20 +104,6 @@ def _is_added_up_elsewhere(walk: Walk, o: int) -> bool:
     while after and after.name in TO_A_SUM:
         after = walk.next.get(after.outs[0])
     return after is not None and after.name == "jaxdist_all_reduce"
-
-
-def _from_all_groups(
-    walk: Walk, node: Node, ins: Sequence[Placement], described: Factors, example: int
-) -> Strategy | None:
-    """A gradient that is in slices within each group: the rows of all groups travel, and each group computes it, where
-    slices would have to be added up. It takes more FLOPs, but nothing of the weight's size travels between groups."""
-    (o,), parts = node.outs, walk.infer.mesh[-1].size
-    out = walk.block.avals[o]
-    if o not in walk.infer.last.marked(walk.block) or described.reduced.get(example) != "sum":
-        return None
-    if sum(nbytes(aval) for _, aval in _of_batch(walk, node, ins)) > nbytes(out) // parts:
-        return None
-    return Strategy([REPLICATED] * len(ins), [REPLICATED], run_as_is, instead=IN_PLACE, name=NAME)
 
 
 def _of_batch(walk: Walk, node: Node, ins: Sequence[Placement]) -> list[tuple[int, Any]]:

@@ -1,8 +1,8 @@
 """Random bits of a slice: threefry makes each entry from the key and the entry's place, so a device makes only its own.
 
-Bit for bit those of ``jax.random`` with ``jax_threefry_partitionable`` (JAX's default): the place is a 64-bit counter
-in row-major order, and the two words that threefry makes of it are joined or folded to the width. Other generators
-make all of it on every device, and cut.
+Bit for bit those of ``jax.random`` with ``jax_threefry_partitionable`` (JAX's default): the place is a counter in
+row-major order, and the two words that threefry makes of it are joined or folded to the width. Other generators make
+all of it on every device, and cut; so does threefry where the counter has more than 32 bits.
 
 Reference: Salmon et al., *Parallel random numbers: as easy as 1, 2, 3*, SC 2011; ``jax_threefry_partitionable`` in
 https://docs.jax.dev/en/latest/jax.random.html.
@@ -42,41 +42,17 @@ def _make_bits(emitter: Any, node: Node, to: Any) -> Any:
         return emitter.bind(node, [emitter.take(i, REPLICATED)])[0]
     if to.dim < len(keys):  # the slices of an array of keys
         return emitter.bind(node, [emitter.take(i, form(to))])[0]
+    if math.prod(shape[len(keys) :]) >= 1 << 32:
+        return make_whole(emitter, node, to)
     data = jax.random.key_data(emitter.take(i, REPLICATED))
     own, rank = to.shape(shape), len(shape)
-    high, low = _places(shape[len(keys) :], to.at(to.dim - len(keys)), emitter.positions(to))
-
-    def across(word: Any, first: int) -> Any:
-        return lax.broadcast_in_dim(word, own, range(first, first + word.ndim))
-
-    first, second = (across(data[..., w], 0) for w in range(2))
-    one, two = compat.threefry(first, second, across(high, rank - high.ndim), across(low, rank - low.ndim))
+    place = jnp.zeros(own, jnp.uint32)
+    for d in range(len(keys), rank):
+        index = emitter.positions(to).astype(jnp.uint32) if d == to.dim else lax.iota(jnp.uint32, own[d])
+        place += lax.broadcast_in_dim(index * jnp.uint32(math.prod(shape[d + 1 :])), own, (d,))
+    first, second = (lax.broadcast_in_dim(data[..., w], own, range(len(keys))) for w in range(2))
+    one, two = compat.threefry(first, second, jnp.zeros_like(place), place)
     width = node.eqn.params["bit_width"]
     if width == 64:
         return (one.astype(jnp.uint64) << jnp.uint64(32)) | two.astype(jnp.uint64)
     return (one ^ two).astype(jnp.dtype(f"uint{width}"))
-
-
-def _places(shape: Sequence[int], to: Split, at: Any) -> tuple[Any, Any]:
-    """The high and low words of the place of each entry of a slice."""
-    own = to.shape(shape)
-    high, low = jnp.zeros(own, jnp.uint32), jnp.zeros(own, jnp.uint32)
-    for d in range(len(shape)):
-        stride = math.prod(shape[d + 1 :])
-        index = at.astype(jnp.uint32) if d == to.dim else lax.iota(jnp.uint32, own[d])
-        up, down = _product(index, stride)
-        up, down = (lax.broadcast_in_dim(word, own, (d,)) for word in (up, down))
-        low = low + down
-        high = high + up + (low < down).astype(jnp.uint32)
-    return high, low
-
-
-def _product(index: Any, stride: int) -> tuple[Any, Any]:
-    """``index * stride`` as two words of 32 bits: high, low."""
-    low = index * jnp.uint32(stride & 0xFFFFFFFF)
-    a, b = index & jnp.uint32(0xFFFF), index >> jnp.uint32(16)
-    c, d = jnp.uint32(stride & 0xFFFF), jnp.uint32((stride >> 16) & 0xFFFF)
-    middle = a * d + ((a * c) >> jnp.uint32(16))
-    cross = (middle & jnp.uint32(0xFFFF)) + b * c
-    high = b * d + (middle >> jnp.uint32(16)) + (cross >> jnp.uint32(16))
-    return high + index * jnp.uint32(stride >> 32), low

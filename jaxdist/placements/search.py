@@ -12,11 +12,9 @@ References:
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +23,9 @@ from jaxdist.errors import StepError
 from jaxdist.ir.control_flow import CONTROL_FLOW, bodies
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Classes, Node
-from jaxdist.placements.cost import cost, descend, sent_by
+from jaxdist.placements.cost import cost, descend
 from jaxdist.placements.infer import Infer
-from jaxdist.placements.strategy import Weighed, nbytes
+from jaxdist.placements.strategy import nbytes
 from jaxdist.placements.values import REPLICATED, Placement, form, reshaped, tile
 
 _PADDED = 1 / 16
@@ -50,15 +48,33 @@ def search(
     names: Sequence[str],
     examples: int = 1,
     given: Mapping[int, int] | None = None,
-) -> tuple[dict[int, int], list[Weighed]]:
-    """The dimension along which each input is best cut, those that are left out are whole; and what it would take to
-    cut others."""
+) -> dict[int, int]:
+    """The dimension along which each input is best cut; those that are left out are whole."""
     classes = _Classes(infer, block, state, sources)
     if given:
-        return {**_cuts([one for one in reversed(classes.found) if not one.isdisjoint(given.items())]), **given}, []
-    price = functools.partial(_price, infer, block, state, sources, examples)
-    turns = min(_PLACINGS, max(_FEWEST, _OPERATIONS // max(classes.operations, 1)))
-    return _Descent(price, classes.found, turns, names).best(_alike(classes.found, block, names))
+        return {**_cuts([one for one in reversed(classes.found) if not one.isdisjoint(given.items())]), **given}
+    most = min(_PLACINGS, max(_FEWEST, _OPERATIONS // max(classes.operations, 1)))
+    known: dict[frozenset[Member], float] = {}
+
+    def layout(on: frozenset[Class]) -> dict[int, int]:
+        return _cuts([one for one in reversed(classes.found) if one in on])
+
+    def value(on: frozenset[Class]) -> float:
+        cuts = layout(on)
+        if (key := frozenset(cuts.items())) not in known:
+            if len(known) >= most:
+                return math.inf
+            known[key] = _price(infer, block, state, sources, examples, cuts)
+        return known[key]
+
+    # From nothing cut and from each group of classes, then by single classes.
+    nothing, groups = frozenset[Class](), _alike(classes.found, block, names)
+    value(nothing)
+    alone = [value(group) for group in groups[: most // 2]] + [math.inf] * len(groups)
+    groups = [groups[k] for k in sorted(range(len(groups)), key=lambda k: (alone[k], k))]
+    ends = [descend(start, groups, _near, value) for start in (nothing, *groups)]
+    single = [frozenset([one]) for one in classes.found]
+    return layout(descend(min(ends, key=value), single, _near, value))
 
 
 class _Classes:
@@ -139,17 +155,6 @@ class _Classes:
             self._ties.tie(self._at(block, value, d + first), self._at(other, same, d))
 
 
-class _Tried(NamedTuple):
-    """What a layout costs; of that the seconds of a step; and the bytes that a device sends."""
-
-    cost: float
-    seconds: float
-    sent: float
-
-
-_Price = Callable[[Mapping[int, int]], _Tried]
-
-
 def _price(
     infer: Infer,
     block: Block,
@@ -157,7 +162,7 @@ def _price(
     sources: Sequence[int | None],
     examples: int,
     cuts: Mapping[int, int],
-) -> _Tried:
+) -> float:
     """What a layout costs, in seconds: of what a device computes and sends, and as many as it would take to send the
     state that it holds, for an axis of the model is there to divide that.
 
@@ -171,56 +176,11 @@ def _price(
     try:
         placed = infer.place(block, ins, wants)
     except StepError:
-        return _Tried(math.inf, math.inf, math.inf)
+        return math.inf
     finally:
         infer.forget(block)
     held = sum(nbytes(avals[k]) / (n if k in cuts else 1) for k in state)
-    seconds = cost(placed, infer, examples)
-    return _Tried(seconds + held / infer.link.bandwidth, seconds, sent_by(placed, infer))
-
-
-class _Descent:
-    """The search, with so many placings at most."""
-
-    def __init__(self, price: _Price, classes: Sequence[Class], turns: int, names: Sequence[str]):
-        self._price, self._classes, self._turns, self._names = price, classes, turns, names
-        self._known: dict[frozenset[Member], _Tried] = {}
-
-    def best(self, groups: Sequence[frozenset[Class]]) -> tuple[dict[int, int], list[Weighed]]:
-        """The best of descents from nothing cut and from each group of classes, then of one by single classes; and what
-        others like it cost."""
-        nothing = frozenset[Class]()
-        self._value(nothing)
-        alone = [self._value(group) for group in groups[: self._turns // 2]] + [math.inf] * len(groups)
-        groups = [groups[k] for k in sorted(range(len(groups)), key=lambda k: (alone[k], k))]
-        ends = [descend(start, groups, _near, self._value) for start in (nothing, *groups)]
-        single = [frozenset([one]) for one in self._classes]
-        on = descend(min(ends, key=self._value), single, _near, self._value)
-        return self._layout(on), self._weighed(on, groups)
-
-    def _weighed(self, on: frozenset[Class], groups: Sequence[frozenset[Class]]) -> list[Weighed]:
-        """What it would take to cut a group more or less, if that was tried."""
-        found, own = list[Weighed](), self._known[frozenset(self._layout(on).items())]
-        for group in groups:
-            keys = [frozenset(self._layout(other).items()) for other in _near(on, group)]
-            tried = [one for key in keys if (one := self._known.get(key)) not in (None, own)]
-            if tried and (other := min(tried)).seconds < math.inf:
-                leaves = [f"{self._names[k]} along {dim}" for k, dim in sorted(set().union(*group))]
-                more, sent = other.seconds - own.seconds, other.sent - own.sent
-                found.append(Weighed(leaves, "cut by 'model'", group <= on, more, sent))
-        return found
-
-    def _layout(self, on: frozenset[Class]) -> dict[int, int]:
-        return _cuts([one for one in reversed(self._classes) if one in on])
-
-    def _value(self, on: frozenset[Class]) -> float:
-        cuts = self._layout(on)
-        key = frozenset(cuts.items())
-        if key not in self._known:
-            if len(self._known) >= self._turns:
-                return math.inf
-            self._known[key] = self._price(cuts)
-        return self._known[key].cost
+    return cost(placed, infer, examples) + held / infer.link.bandwidth
 
 
 def _near(on: frozenset[Class], group: frozenset[Class]) -> list[frozenset[Class]]:

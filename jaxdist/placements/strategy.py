@@ -40,7 +40,6 @@ class Strategy:
     instead: str = ""  # its operands move for this reason, where something else could
     then: Sequence[Form] = ()  # the form into which each result is brought at once; (): it stays as it is made
     name: str = ""  # of the option, where the operation has others; "": what is taken unless another one costs less
-    together: bool = False  # all operations take the option of this name, or none
 
 
 @dataclass(eq=False)
@@ -61,17 +60,6 @@ class Move:
         return nbytes(self.aval)
 
 
-@dataclass(frozen=True)
-class Weighed:
-    """An option, beside the other way."""
-
-    of: Sequence[Node | str]  # the operations, or leaves of the state; none: all of the block
-    name: str  # of the option
-    taken: bool  # whether it is
-    seconds: float  # that the other way would take more
-    bytes: float  # that a device would send more
-
-
 @dataclass(eq=False)
 class Placed:
     """A block whose placements are settled."""
@@ -85,12 +73,7 @@ class Placed:
     given: tuple[Placement, ...] = ()  # how they come
     own: list[Move] = field(default_factory=list)  # what changes its form, outside loops and branches
     summed: frozenset[int] = frozenset()  # inputs that came as summands and were added up inside
-    whole: bool = False  # every device computes all of it, in place of messages (`jaxdist.placements.options`)
     matrices: int = 0  # how many components work on whole matrices in it (`jaxdist.placements.matrices`)
-    # options that were taken or not, for what the whole block costs (`jaxdist.placements.options`)
-    weighed: Sequence[Weighed] = ()
-    names: Sequence[str] = ()  # of its inputs, if it is a step
-    sources: Sequence[int | None] = ()  # for each output the input whose next value it is, or None
 
     def returning(self, infer: Any, wants: Sequence[Form | None]) -> Placed:
         """The same, with its outputs in these forms; None: as they come."""

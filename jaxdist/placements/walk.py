@@ -41,9 +41,7 @@ class Choice:
     """What a walk takes, where it is not what it takes by itself."""
 
     names: Mapping[int, str] = field(default_factory=dict)  # by the id of an operation, the option
-    everywhere: frozenset[str] = frozenset()  # options of all operations that have them
     slices: Mapping[int, Split] = field(default_factory=dict)  # of summands, in which they are added up
-    whole: frozenset[int] = frozenset()  # inputs that are gathered at once
 
 
 class Walk:
@@ -71,11 +69,8 @@ class Walk:
         summed: set[int] = set()
         for i, value in block.known.items():
             self.at[i] = Replicated(number(value))
-        for k, (i, placement) in enumerate(zip(block.inputs, ins, strict=True)):
+        for i, placement in zip(block.inputs, ins, strict=True):
             self.at[i] = self._settled(i, placement)
-            if k in choice.whole and i in self.next:
-                self.note(self.next[i], i, REPLICATED, "")
-                self.at[i] = REPLICATED
             if isinstance(placement, Partial) and not isinstance(self.at[i], Partial):
                 summed.add(self.inputs[i])
         for node in block.nodes:
@@ -129,8 +124,7 @@ class Walk:
         """How an operation runs, given how its operands come."""
         first, *others = self.options(node)
         self.offers += [(node, one) for one in others]
-        wanted = {self.choice.names.get(id(node)), *self.choice.everywhere}
-        return next((one for one in others if one.name in wanted), first)
+        return next((one for one in others if one.name == self.choice.names.get(id(node))), first)
 
     def options(self, node: Node) -> list[Strategy]:
         """How an operation may run; the first is what moves least for it alone."""

@@ -15,7 +15,6 @@ from jaxdist.mesh import MODEL, passes
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import Cut, Layout, layout
 from jaxdist.placements.search import search
-from jaxdist.placements.strategy import Weighed
 from jaxdist.step.signature import Signature
 
 
@@ -28,23 +27,23 @@ def cut_by_model(
     closed: ClosedJaxpr,
     sources: Sequence[int | None],
     given: Mapping[int, int],
-) -> tuple[list[Layout], list[Weighed]]:
-    """How the model axis cuts each argument of a step, and what it would take to cut others."""
+) -> list[Layout]:
+    """How the model axis cuts each argument of a step."""
     parts = mesh.shape.get(MODEL, 1)
     if parts == 1:
-        dims, weighed = {}, []
+        dims = {}
     elif layouts is None:
         infer = infer.over(passes(mesh), 0)
         block = infer.block(closed)
         block.outermost = True
-        dims, weighed = search(infer, block, signature.state, sources, signature.names, mesh.size // parts, given)
+        dims = search(infer, block, signature.state, sources, signature.names, mesh.size // parts, given)
     else:
-        dims, weighed = _named(layouts, signature, avals, parts), []
+        dims = _named(layouts, signature, avals, parts)
 
     def cut(i: int, shape: Sequence[int]) -> Layout:
         return layout(Cut(MODEL, parts, dims[i], -shape[dims[i]] % parts)) if i in dims else layout()
 
-    return [cut(i, aval.shape) for i, aval in enumerate(avals)], weighed
+    return [cut(i, aval.shape) for i, aval in enumerate(avals)]
 
 
 def _named(layouts: Mapping[str, int | None], signature: Signature, avals: Sequence[Any], parts: int) -> dict[int, int]:

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.mesh import AXIS, GROUP, SEQUENCE, Axis
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import spec
-from jaxdist.placements.options import or_whole
 from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tiles
 from jaxdist.step.tracing import TracedStep
@@ -35,7 +34,6 @@ def place(
     given: Sequence[OfEachPass],
     kept: Sequence[OfEachPass | None],
     emit: Callable[[Infer, Placed], ClosedJaxpr],
-    messages: Callable[[Infer, Placed], int],
 ) -> list[Pass]:
     """Settle the placements of a step, over an axis after the other."""
     found, closed = list[Pass](), step.jaxpr
@@ -52,8 +50,6 @@ def place(
             for how, made, before, source in zip(kept, natural, outer, step.sources, strict=True)
         ]
         placed = infer.place(block, ins, wants)
-        if len(axes) == 1:
-            placed = or_whole(infer, block, placed, ins, lambda placed, infer=infer: messages(infer, placed))
         found.append(Pass(infer, placed, ins))
         if not last:
             closed = emit(infer, placed)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr
@@ -12,10 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.communicators import Rules
-from jaxdist.ir.wire import transfers
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, GROUP, MODEL, Axis, axes_of_mesh, data_size, in_groups, passes
-from jaxdist.placements.accumulation import in_place
 from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter, local_types
 from jaxdist.placements.infer import Infer
@@ -100,13 +98,12 @@ class PlacedStep:
         """What a device runs, and how it is placed over each axis (none: on one device)."""
         if self.mesh.size == 1:
             return staged(self.step.jaxpr, self.offloaded, ()), ()
-        fused = functools.cache(self._fused)  # a step that may be small is traced to know its messages
-        found = self.place(fused)
-        return staged(fused(found[-1].infer, found[-1].placed), self.offloaded, self.axes), found
+        found = self.place()
+        return staged(self._fused(found[-1].infer, found[-1].placed), self.offloaded, self.axes), found
 
-    def place(self, fused: Callable[[Infer, Placed], ClosedJaxpr] | None = None) -> list[Pass]:
+    def place(self) -> list[Pass]:
         """Settle the placements of the step, over an axis of the mesh after the other."""
-        axes, fused = passes(self.over), fused or self._fused
+        axes = passes(self.over)
         whole, batch = [REPLICATED] * len(axes), iter(self.batch)
         given = [
             next(batch).placements(a.shape, axes, stored=False) if is_batch else how.placements(a.shape, axes) if how
@@ -119,17 +116,7 @@ class PlacedStep:
         def emit(infer: Infer, placed: Placed) -> ClosedJaxpr:
             return self._emitter(infer, placed, True).program(local_types(placed))
 
-        def messages(infer: Infer, placed: Placed) -> int:
-            sent = transfers(fused(infer, placed), self.axes, self.machine)
-            return sum(one.times * count for one, count in sent.items())
-
-        found = place(self.step, axes, given, kept, emit, messages)
-        if self.step.weighed:
-            outer = found[0].placed
-            found[0] = replace(found[0], placed=replace(outer, weighed=[*outer.weighed, *self.step.weighed]))
-        for one in found:
-            one.placed.names, one.placed.sources = self.signature.names, self.step.sources
-        return found
+        return place(self.step, axes, given, kept, emit)
 
     def _emitter(self, infer: Infer, placed: Placed, marks: bool) -> Emitter:
         may = compressible(placed, self.step.sources) if self.compress else {}
@@ -139,7 +126,6 @@ class PlacedStep:
         """What a device runs, its collectives in buckets."""
         closed = self._emitter(infer, placed, bool(self.offloaded)).program(local_types(placed))
         in_shards = sum(a.size * a.dtype.itemsize for a, how in zip(self.avals, self.layouts, strict=True) if how)
-        closed = in_place(closed, self.axes)
         barriers = not self.machine.kind.is_cpu
         return Fuse(self.bucket_bytes, self.axes, in_shards // _GATHERED_AT_ONCE, barriers=barriers)(closed)
 

@@ -24,7 +24,6 @@ from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import Layout, choose, on_host
 from jaxdist.placements.marks import Marks, marks
 from jaxdist.placements.owners import way
-from jaxdist.placements.strategy import Weighed
 from jaxdist.runtime.context import get_context
 from jaxdist.step import finite, modules
 from jaxdist.step.calling import apply
@@ -67,7 +66,6 @@ class TracedStep(StepJaxpr):
     layouts: tuple[Layout | None, ...]  # how the step wants each argument to be kept
     sources: tuple[int | None, ...]  # for each output the argument of its structure, like which it is kept, or None
     may_take: frozenset[int]  # the arguments of whose structure there are as many results as arguments
-    weighed: Sequence[Weighed]  # what it would take to cut other leaves along the model axis
 
 
 def traced(
@@ -104,7 +102,7 @@ def traced(
     arguments = [argument for argument in signature.arguments if batch.isdisjoint(argument[1])]
     sources, may_take, alike = match(tree, closed.out_avals[: tree.num_leaves], arguments, avals)
     sources += [None] * (len(closed.out_avals) - tree.num_leaves)
-    outer, weighed = cut_by_model(layouts, signature, avals, mesh, infer, closed, sources, given or {})
+    outer = cut_by_model(layouts, signature, avals, mesh, infer, closed, sources, given or {})
     shapes = [how.local(a.shape) for a, how in zip(avals, outer, strict=True)]
     found = marks(infer, block, level)
     cuts = found.cuts(shapes, parts)
@@ -120,7 +118,7 @@ def traced(
         how = next((kept[i] for i in leaves if kept[i]), None)
         for i in leaves:
             kept[i] = how
-    return TracedStep(closed, tree, step.checked, infer, groups, found, tuple(kept), tuple(sources), may_take, weighed)
+    return TracedStep(closed, tree, step.checked, infer, groups, found, tuple(kept), tuple(sources), may_take)
 
 
 def jaxpr_of(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from catalogue import idioms
 from harness import oracle, quick
-from harness.check import decorated, mesh
+from harness.check import mesh
 
 import jaxdist
 
@@ -94,24 +94,6 @@ def test_cases(name: str, size: tuple[int, int], level: int) -> None:
         case = oracle.case(name, level)
         got = oracle.run_decorated(case, rows=rows, mesh=mesh(devices))
         assert oracle.difference(oracle.expected(name, rows), got) <= case.tolerance
-
-
-CHATTY = [
-    "accumulation_contrastive", "aux_of_all_kinds", "graph_messages", "in_batch_softmax", "mmd_median_kernel",
-    "moe_expert_choice", "pairwise_ranking", "ppo_shuffled_minibatches", "spearman_double_argsort",
-]  # fmt: skip
-
-
-@pytest.mark.usefixtures("messages_take_time")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (i > 0)) for i, n in enumerate(CHATTY)])
-def test_small_steps_that_are_computed_whole(name: str) -> None:
-    devices, level, rows = [(2, 0, 24), (3, 3, 20), (4, 1, 20), (8, 2, 24)][CHATTY.index(name) % 4]
-    step, state = idioms.IDIOMS[name](lambda tx: tx)
-    found = jaxdist.explain(decorated(step, 4), *state, idioms.batch(0, rows)).rows
-    assert any("the step is small" in row.why for row in found)
-    case = oracle.idiom(name, rows, level)
-    got = oracle.run_decorated(case, steps=2, rows=rows, mesh=mesh(devices))
-    assert oracle.difference(oracle.run_plain(oracle.idiom(name, rows), 2, rows), got) <= case.tolerance
 
 
 def test_all_pairs_of_a_mesh_and_a_level_occur() -> None:

@@ -146,17 +146,3 @@ def test_the_generator_is_part_of_what_is_compiled() -> None:
         np.testing.assert_allclose(other, jax.random.normal(draws.KEY, x.shape), rtol=1e-12)
     assert (first != other).any()
     np.testing.assert_array_equal(step(draws.KEY, x), first)
-
-
-def test_places_beyond_32_bits() -> None:
-    # private: to reach the carry of a 64-bit place a public call would need 4 billion entries
-    from jaxdist.placements.random_bits import _places, _product
-    from jaxdist.placements.values import Split  # private: likewise
-
-    index = [0, 1, 4, 65535, 65536, 2**31, 2**32 - 1]
-    for stride in (1, 7, 3 << 12, (1 << 20) * (3 << 12), (1 << 33) + 5):
-        high, low = _product(jnp.asarray(index, jnp.uint32), stride)
-        words = zip(np.asarray(high).tolist(), np.asarray(low).tolist(), strict=True)
-        assert [a << 32 | b for a, b in words] == [i * stride % 2**64 for i in index]
-    high, low = _places((1 << 30, 7), Split(0, 1 << 30, 1), jnp.asarray([(2**32 - 4) // 7]))
-    assert (np.asarray(high).astype(int) << 32 | np.asarray(low)).tolist() == [[2**32 - 4 + i for i in range(7)]]

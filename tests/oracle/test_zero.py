@@ -118,17 +118,6 @@ def test_a_communicator_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
         assert set(used) == names | {"max"}, level
 
 
-def test_parameters_that_only_apply_updates_sees_keep_in_shards() -> None:
-    tx = jaxdist.zero(optax.adam(1e-2), 3)
-
-    def step(params: Any, opt_state: Any, x: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_fn)(params, x)
-        updates, opt_state = tx.update(grads, opt_state)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    assert keeps(check_steps(step, state_of(tx), BATCHES, on=4)[0]) == SLICES
-
-
 @pytest.mark.parametrize(("level", "devices"), [(1, 3), (3, 8)])
 def test_leaves_of_all_kinds(level: Any, devices: int) -> None:
     """Of all shapes, in less precision, frozen, and one array as two of them."""
@@ -252,10 +241,7 @@ def test_gradients_of_each_example() -> None:
     assert keeps(got[0]) == SLICES
 
 
-@pytest.mark.parametrize("level", [1, 3])
-def test_parameters_that_are_not_given_to_update(level: Any) -> None:
-    """They are what the updates are added to, and kept and updated as if they were given."""
-
+def test_parameters_that_are_not_given_to_update() -> None:
     def step_with(tx: Any) -> Any:
         def step(params: Any, opt_state: Any, x: Any) -> Any:
             updates, opt_state = tx.update(jax.grad(loss_fn)(params, x), opt_state)
@@ -264,9 +250,9 @@ def test_parameters_that_are_not_given_to_update(level: Any) -> None:
         return step
 
     adam = optax.adam(1e-2)
-    got = check_steps(step_with(jaxdist.zero(adam, level)), state_of(adam), BATCHES, on=4, plain=step_with(adam))
+    got = check_steps(step_with(jaxdist.zero(adam, 1)), state_of(adam), BATCHES, on=4, plain=step_with(adam))
     assert keeps(got[1][0].mu) == SLICES
-    assert keeps(got[0]) == (SLICES if level == 3 else WHOLE)
+    assert keeps(got[0]) == WHOLE
 
 
 def test_a_state_made_inside_a_decorated_function_is_in_shards() -> None:

@@ -184,11 +184,9 @@ def test_what_another_step_returned_is_taken_as_it_is() -> None:
     }
 
 
-def test_explain_says_what_the_other_way_would_cost() -> None:
+def test_explain_says_what_is_sent() -> None:
     step, args = mlp(inner=1024, layers=2)
     found = jaxdist.explain(decorated(step, BOTH), *args)
-    assert any("params['in1']" in line and "cut by 'model'" in line for line in found.choices), found
-    assert any("otherwise: +" in line for line in found.choices)
     lines = str(found).splitlines()
     shares = dict(re.findall(r"over (\w+): [\d.]+ [kM]B, (\d+)% of what is sent", str(found)))
     assert shares.keys() == {"data", "model"}
@@ -197,7 +195,6 @@ def test_explain_says_what_the_other_way_would_cost() -> None:
     assert (len(lines) <= 25, max(map(len, lines)) <= 100) == (True, True)
     everything = str(jaxdist.explain(decorated(step, BOTH), *args, verbose=True))
     assert len(everything.splitlines()) > len(lines)
-    assert found.choices[0] in everything
 
 
 @pytest.mark.slow

@@ -318,52 +318,6 @@ def test_results_are_split_where_the_devices_divide_them() -> None:
     assert all(x.sharding.is_fully_replicated for x in odd.values())
 
 
-# --- small steps
-
-
-def ranked(w: Any, x: Any) -> Any:
-    """Four gathers, each of which follows from the one before."""
-
-    def loss(w: Any) -> Any:
-        score = x @ w
-        for _ in range(4):
-            score = jnp.sort(score) * jnp.tanh(score)
-        return score.sum(), score
-
-    (_, score), grad = jax.value_and_grad(loss, has_aux=True)(w)
-    return w - 0.1 * grad, score
-
-
-@pytest.mark.usefixtures("messages_take_time")
-@pytest.mark.parametrize(
-    ("step", "args", "small"),
-    [
-        (ranked, (jnp.ones(3), jnp.ones((16, 3))), True),
-        (ranked, (jnp.ones(3), jnp.ones((1 << 16, 3))), False),
-        (lambda w, x: w - jnp.mean(jnp.tanh(x @ w)), (jnp.ones(3), jnp.ones((16, 3))), False),
-    ],
-)
-def test_a_small_step_is_computed_whole_for_one_message(step: Any, args: Any, small: bool) -> None:
-    kinds = [kind for kind, *_ in sent(step, *args, on=4)]
-    assert (kinds == ["all-gather"]) == small
-    rows = jaxdist.explain(decorated(step, 4), *args).rows
-    assert any("the step is small" in row.why for row in rows) == small
-
-
-@pytest.mark.usefixtures("messages_take_time")
-def test_a_small_step_keeps_state_in_shards() -> None:
-    tx, w = jaxdist.zero(optax.adam(1e-2), level=3), jnp.arange(24.0).reshape(8, 3)
-
-    def step(w: Any, opt: Any, x: Any) -> Any:
-        new, _ = ranked(w.reshape(-1), x)
-        updates, opt = tx.update((w.reshape(-1) - new).reshape(w.shape), opt, w)
-        return optax.apply_updates(w, updates), opt
-
-    check(step, w, tx.init(w), jnp.ones((16, 24)) / 24, on=4)
-    new, opt = decorated(step, 4)(w, tx.init(w), jnp.ones((16, 24)) / 24)
-    assert {x.sharding.is_fully_replicated for x in jax.tree.leaves((new, opt)) if x.ndim} == {False}
-
-
 # --- few examples travel in place of large weights
 
 
@@ -408,15 +362,6 @@ def test_few_examples_travel_in_place_of_weights(name: str) -> None:
         assert len(weights) == gathered
     if not gathered:
         assert "all-reduce" not in {kind for kind, size, _ in found if size in sizes}, "no gradient is reduced whole"
-
-
-@pytest.mark.parametrize(("rows", "kind"), [(64, "all-gather"), (1024, "all-reduce")])
-def test_few_rows_cross_groups(rows: int, kind: str) -> None:
-    """Of devices far from each other: rows of the batch, or slices of gradients."""
-    tx, params = jaxdist.zero(optax.sgd(0.1), 2, within=2), [zeros(512, 512)] * 3
-    ops = programs.of(decorated(train_step(layers_of, tx), 4), params, tx.init(params), zeros(rows, 512))
-    crossing = {op.name for op in ops if op.groups == ((0, 2), (1, 3)) and op.size > 3 * 512}
-    assert crossing == {kind}
 
 
 def test_explain_says_that_there_is_no_batch() -> None:
