@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from jaxdist.control import rendezvous
 from jaxdist.control.hub import Entry, Hub, lost
 from jaxdist.control.keys import job_key
-from jaxdist.control.mailbox import TAG, Mailbox
 from jaxdist.control.process import Process
 from jaxdist.control.rendezvous import Member
 from jaxdist.control.wire import Link
@@ -23,6 +22,7 @@ from jaxdist.errors import ControlError
 
 T = TypeVar("T")
 
+_MAIL = "mail"
 _CHUNK = 1 << 24  # bytes of a broadcast that travel at a time
 _ANSWER_SECONDS = 10.0  # for the hub to say who is missing
 _REFUSED_SECONDS = 0.05  # for those who came to hear why there will be no job
@@ -49,15 +49,16 @@ class Control:
     ):
         self.rank, self.size = rank, size
         self.process = Process(rank, abort)
-        self.notices: dict[
-            str, dict[int, int]
-        ] = {}  # of each exchange under way, and "bye": ranks, and their positions
+        # Of each exchange under way, and "bye": ranks, and their positions.
+        self.notices: dict[str, dict[int, int]] = {}
         self.waiting: dict[int, Entry] = {}
         self.position: Callable[[], int] = lambda: 0
-        self.mail = Mailbox(self.post)
+        self._mail: dict[tuple[str, int], queue.SimpleQueue[Any]] = {}
         self.root_host = "127.0.0.1"
         self.members = [Member(socket.gethostname(), os.getpid(), "127.0.0.1")]
-        self._listeners: dict[str, Callable[[int, Any], None]] = {TAG: self.mail.arrived}
+        self._listeners: dict[str, Callable[[int, Any], None]] = {
+            _MAIL: lambda rank, mail: self._box(mail[0], rank).put(mail[1])
+        }
         self._whereabouts: Callable[[list[int]], str | None] = lambda late: ""
         self._exchange_lock = threading.Lock()  # one exchange at a time
         self._answers: queue.SimpleQueue[tuple[str, str, Any]] = queue.SimpleQueue()
@@ -158,6 +159,19 @@ class Control:
         if self.size > 1 and self.process.is_owner():
             self._send(("post", tag, value, to))
 
+    def put(self, name: str, value: Any, to: int | None = None) -> None:
+        """Leave something small and picklable for a rank, or for all others; does not wait for them."""
+        self.post(_MAIL, (name, value), to)
+
+    def take(self, name: str, rank: int, seconds: float) -> Any:
+        """What a rank has left under this name; it is gone then. Raises queue.Empty if it has not come in time."""
+        found = self._box(name, rank).get(timeout=seconds)
+        self._mail.pop((name, rank))
+        return found
+
+    def _box(self, name: str, rank: int) -> queue.SimpleQueue[Any]:
+        return self._mail.setdefault((name, rank), queue.SimpleQueue())
+
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until every rank is here; raises as `exchange` does."""
         self.exchange("barrier", None, timeout)
@@ -187,19 +201,19 @@ class Control:
                     buffer[part] = sent
         return moved
 
-    def alarm(self, message: str, *, code: int = 1, stacks: bool = False, brief: bool = False) -> None:
+    def alarm(self, message: str, *, code: int = 1, stacks: bool = False) -> None:
         """Make every other rank print `message` and end at once; the caller goes on."""
         self.process.alarmed = True
         if self.size > 1 and self.process.is_owner():
-            self._send(("alarm", message, code, stacks, brief), last=True)
+            self._send(("alarm", message, code, stacks), last=True)
 
-    def fail(self, message: str, *, brief: bool = False) -> None:
+    def fail(self, message: str) -> None:
         """End the job with a non-zero code, whatever its main threads do.
 
-        Every rank prints `message` and the stack of its main thread; if it is `brief` one rank of each host, no stack.
+        Every rank prints `message` and the stack of its main thread.
         """
-        self.process.end_because_of(message, 0.5, stacks=not brief)
-        self.alarm(message, stacks=not brief, brief=brief)
+        self.process.end_because_of(message, 0.5, stacks=True)
+        self.alarm(message, stacks=True)
 
     def close(self) -> None:
         """Say goodbye: what the others see next is an orderly end, not a death.

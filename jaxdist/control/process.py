@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxdist import streams
 from jaxdist.control.hub import PRINT_SECONDS
@@ -24,6 +24,7 @@ class Process:
     def __init__(self, rank: int, abort: Callable[[int, str], None] | None = None):
         self.alarmed = False
         self.code = 1
+        self.script_code: Any = None  # that the script gave to `sys.exit`
         self.over = threading.Event()
         self.wait_gone: Callable[[float], bool] | None = None
         self._rank, self._abort = rank, abort

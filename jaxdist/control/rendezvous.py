@@ -100,28 +100,29 @@ def _listen(host: str, port: int) -> socket.socket:
 async def gather(server: socket.socket, size: int, key: bytes, timeout: float, address: str) -> Joined:
     """Rank 0: take in the other `size - 1` ranks, then tell each of them who is there."""
     door = _Door(server, size, key, timeout)
-    with contextlib.closing(server):
-        try:
-            async with asyncio.timeout(timeout):
-                await door.open_until_all_came()
-        except TimeoutError:
-            missing = [r for r in range(1, size) if r not in door.links]
-            others = door.turned_away + len(door.waiting)
-            reason = (
-                f"rank 0 waited {timeout:g} s at {address} and {len(door.links) + 1} of "
-                f"{size} ranks came; missing: {ranks_in_words(missing)}. Were they started, did they "
-                "fail before init (see their output), and can they reach this address?"
-            )
-            if others:
-                reason += f" {others} connection{'s' * (others > 1)} came without the secret of this job"
-            door.refuse(TimeoutError(reason))
-            raise TimeoutError(reason) from None
-        except ValueError as error:
-            door.refuse(error)
-            raise
-        finally:
-            for task in door.waiting:
-                task.cancel()
+    accepting = asyncio.ensure_future(door.accept())
+    try:
+        async with asyncio.timeout(timeout):
+            await door.done
+    except TimeoutError:
+        missing = [r for r in range(1, size) if r not in door.links]
+        others = door.turned_away + len(door.waiting)
+        reason = (
+            f"rank 0 waited {timeout:g} s at {address} and {len(door.links) + 1} of {size} ranks came; missing: "
+            f"{ranks_in_words(missing)}. Were they started, did they fail before init (see their output), and can they "
+            "reach this address?"
+        )
+        if others:
+            reason += f" {others} connection{'s' * (others > 1)} came without the secret of this job"
+        door.refuse(TimeoutError(reason))
+        raise TimeoutError(reason) from None
+    except ValueError as error:
+        door.refuse(error)
+        raise
+    finally:
+        for task in [accepting, *door.waiting]:
+            task.cancel()
+        server.close()
     everyone = [door.members[r] for r in range(size)]
     for link in door.links.values():
         link.send(everyone)
@@ -137,17 +138,7 @@ class _Door:
         self.turned_away = 0
         self.waiting: dict[asyncio.Task[None], None] = {}  # oldest first
         self._server, self._size, self._key, self._timeout = server, size, key, timeout
-        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def open_until_all_came(self) -> None:
-        """Raises ValueError where two ranks can't be of one job."""
-        if self._size == 1:
-            return
-        accepting = asyncio.ensure_future(self._accept())
-        try:
-            await self._done
-        finally:
-            accepting.cancel()
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def refuse(self, error: Exception) -> None:
         """Tell all who came why there will be no job."""
@@ -155,7 +146,7 @@ class _Door:
             link.send(error)
             link.close()
 
-    async def _accept(self) -> None:
+    async def accept(self) -> None:
         loop = asyncio.get_running_loop()
         self._server.setblocking(False)
         while True:
@@ -193,15 +184,15 @@ class _Door:
         problem = _problem(rank, size, member, self._size, self.members)
         if problem:
             self.links[-1] = link
-            if not self._done.done():
-                self._done.set_exception(ValueError(problem))
+            if not self.done.done():
+                self.done.set_exception(ValueError(problem))
             return
         _watch_silence(link.sock, self._timeout)
         self.links[rank], self.members[rank] = link, member
         if not is_loopback(ours := _plain(link.sock.getsockname()[0])):
             self.members[0] = self.members[0]._replace(ip=ours)
-        if len(self.links) == self._size - 1 and not self._done.done():
-            self._done.set_result(None)
+        if len(self.links) == self._size - 1 and not self.done.done():
+            self.done.set_result(None)
 
 
 def _problem(rank: int, their_size: int, member: Member, size: int, members: dict[int, Member]) -> str:

@@ -9,37 +9,28 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
-import threading
 import time
-from typing import Any
 
 from jaxdist.control import failfast
 from jaxdist.control.channel import Control
-from jaxdist.control.stacks import main_thread_stack
 from jaxdist.control.watchdog import Watchdog
-from jaxdist.errors import in_words
-from jaxdist.tracebacks import of_a_step
 
 _OTHERS_SECONDS = 1.0  # for them to print why the job ends
-_PACKAGE = __name__.partition(".")[0]
 
 
-def install(control: Control, watchdog: Watchdog, script: failfast.ScriptExit, timeout: float) -> None:
+def install(control: Control, watchdog: Watchdog, timeout: float) -> None:
     """Take part in the common end of the job, when this process's script ends.
 
     Called after ``import jax``, so that it happens before JAX's own shutdown.
     """
     if control.size == 1:
         return
-    owner, failures, over = os.getpid(), _watch_exit_handlers(), _see_to_the_end(control, timeout)
+    owner = os.getpid()
 
     def end() -> None:
         if os.getpid() != owner:  # a forked data worker
             return
-        failfast.end_if_failed(control, script)
-        if failures and not control.ending:
-            failfast.fail_at_exit(control, f"a function that runs at exit failed: {failures[0]}")
+        failfast.end_if_failed(control)
         if control.rank == 0 and not control.ending and not control.position():
             control.say(
                 f"the {control.size} ranks have called no decorated step and no collective of jaxdist. If there were "
@@ -51,7 +42,6 @@ def install(control: Control, watchdog: Watchdog, script: failfast.ScriptExit, t
         if control.ending:
             time.sleep(_OTHERS_SECONDS)  # they may be in a collective with this one, and say more than that it broke
             control.process.depart(control.process.code)
-        over.set()
 
     atexit.register(end)
 
@@ -73,37 +63,3 @@ def _wait_for_all(control: Control, watchdog: Watchdog, timeout: float) -> None:
         suspected = set(hanging)
         if working and min(left) == control.rank and turns.bit_count() == 1:  # 1, 2, 4, 8, ...
             control.say(f"{waited}: {'; '.join(working)}")
-
-
-def _see_to_the_end(control: Control, timeout: float) -> threading.Event:
-    """What still runs in this process at exit must not keep the job: nobody waits for it any more."""
-    over = threading.Event()
-
-    def watch() -> None:
-        over.wait()
-        time.sleep(timeout)
-        who = control.who(control.rank)
-        control.say(f"{who} does not end, though its script did {timeout:g} s ago: {main_thread_stack()}")
-        control.process.depart(1)
-
-    threading.Thread(target=watch, name="jaxdist-exit", daemon=True).start()
-    return over
-
-
-def _watch_exit_handlers() -> list[str]:
-    """What the functions registered with atexit fail with from now on, in calls of ours: Python only prints it."""
-    failures: list[str] = []
-    previous = sys.unraisablehook
-
-    def hook(unraisable: Any) -> None:
-        trace = unraisable.exc_traceback
-        ours = of_a_step(unraisable.exc_value)
-        while trace is not None:
-            ours = ours or trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE
-            trace = trace.tb_next
-        if ours and "atexit" in (unraisable.err_msg or ""):
-            failures.append(in_words(unraisable.exc_value).splitlines()[0])
-        previous(unraisable)
-
-    sys.unraisablehook = hook
-    return failures
