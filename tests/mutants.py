@@ -231,7 +231,7 @@ MUTANTS: list[Mutant] = [
     Mutant("processes that share some examples pass", "jaxdist/mesh.py", "if any(of[rank] != of[ranks[0]]",
            "if False and any(of[rank] != of[ranks[0]]",
            "tests/jobs/test_start.py -k shares", slow=True),
-    Mutant("lanes that don't divide evenly pass", "jaxdist/runtime/in_lanes.py", "if lanes[0] % size:", "if False:",
+    Mutant("lanes that don't divide evenly pass", "jaxdist/runtime/in_lanes.py", "if lanes % size:", "if False:",
            "tests/jobs/test_start.py -k joins", slow=True),
     Mutant("ranks of one host listen for MPI", "jaxdist/connectors/mpi.py", '= "self,sm"', '= "^ofi"',
            "tests/jobs/test_start.py -k listens", slow=True),

@@ -54,10 +54,7 @@ def connect(
     rank: int | None = None,
     size: int | None = None,
 ) -> Connector:
-    """Make the connector that `spec` names, or check the object that it is.
-
-    Returns the connector; with several processes, everyone is there.
-    """
+    """Make the connector that `spec` names, with everyone there, or check the object that it is."""
     if not isinstance(spec, str):
         lacking = [m for m in _MEMBERS if not hasattr(spec, m)]
         if lacking:

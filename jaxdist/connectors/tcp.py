@@ -18,10 +18,7 @@ _BY_HAND = (
 
 
 class TcpConnector:
-    """Rank 0 listens at a known address, the others come there.
-
-    The meeting place stays open as the job's control channel (`control`).
-    """
+    """Rank 0 listens at a known address, the others come there; it stays open as the job's control channel."""
 
     def __init__(
         self,

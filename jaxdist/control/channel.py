@@ -54,7 +54,6 @@ class Control:
         self.waiting: dict[int, Entry] = {}
         self.position: Callable[[], int] = lambda: 0
         self._mail: dict[tuple[str, int], queue.SimpleQueue[Any]] = {}
-        self.root_host = "127.0.0.1"
         self.members = [Member(socket.gethostname(), os.getpid(), "127.0.0.1")]
         self._listeners: dict[str, Callable[[int, Any], None]] = {
             _MAIL: lambda rank, mail: self._box(mail[0], rank).put(mail[1])
@@ -84,16 +83,15 @@ class Control:
         self._thread = threading.Thread(target=self._loop.run_forever, name="jaxdist-control", daemon=True)
         self._thread.start()
         try:
-            joined = self._run(meeting)
+            self._links, self.members = self._run(meeting)
         except BaseException:
             self._run(asyncio.sleep(_REFUSED_SECONDS))
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
             raise
-        self.members, self.root_host, self._links = joined.members, joined.root_host, joined.links
         if self.rank == 0:
-            self._hub = Hub(self, joined.links)
+            self._hub = Hub(self, self._links)
             self.process.wait_gone = self._hub.all_gone.wait
         # A forked data worker that kept the sockets open would hide the death of its parent.
         os.register_at_fork(after_in_child=self._forget)
@@ -102,10 +100,7 @@ class Control:
     # --- calls of the owner
 
     def exchange(self, tag: str, value: Any = None, timeout: float | None = None, what: str = "") -> list[Any]:
-        """All-gather of small picklable values, in rank order.
-
-        Returns the value of each rank.
-        """
+        """All-gather of small picklable values: the value of each rank, in rank order."""
         if self.size == 1:
             return [value]
         self._check_owner()
@@ -208,18 +203,12 @@ class Control:
             self._send(("alarm", message, code, stacks), last=True)
 
     def fail(self, message: str) -> None:
-        """End the job with a non-zero code, whatever its main threads do.
-
-        Every rank prints `message` and the stack of its main thread.
-        """
+        """End the job, whatever its main threads do; every rank prints `message` and where its main thread is."""
         self.process.end_because_of(message, 0.5, stacks=True)
         self.alarm(message, stacks=True)
 
     def close(self) -> None:
-        """Say goodbye: what the others see next is an orderly end, not a death.
-
-        The connections stay until the process ends: rank 0 goes on serving those that still work.
-        """
+        """Say goodbye: the others see no death. The connections stay, for rank 0 serves those that still work."""
         if self._closed or not self.process.is_owner():
             return
         self._closed = True
@@ -306,15 +295,15 @@ class Control:
             _, tag, rank, entry = message
             self.notices.setdefault(tag, {})[rank] = entry.position
             self.waiting[rank] = entry
-            self._call(self._listeners.get("enter"), rank, entry)
+            self._tell("enter", rank, entry)
         elif kind == "bye":
             _, rank, position = message
             self.notices.setdefault("bye", {})[rank] = position
-            self._call(self._listeners.get("bye"), rank, position)
+            self._tell("bye", rank, position)
         elif kind == "all left":
             self.process.over.set()
         elif kind == "post":
-            self._call(self._listeners.get(message[1]), *message[2:])
+            self._tell(*message[1:])
         elif kind in ("result", "error"):
             for tag in [message[1]] if kind == "result" else [t for t in self.notices if t != "bye"]:
                 self.notices.pop(tag, None)
@@ -323,12 +312,9 @@ class Control:
         elif kind == "end":
             self.process.end_because_of(*message[1:])
 
-    def _call(self, hook: Callable[..., None] | None, *args: Any) -> None:
-        if hook is not None:
-            try:
-                hook(*args)
-            except Exception as error:  # a broken hook must not stop the channel
-                self.say(f"a hook of the control channel failed: {error!r}")
+    def _tell(self, tag: str, rank: int, value: Any) -> None:
+        if hook := self._listeners.get(tag):
+            hook(rank, value)
 
     # --- forks
 

@@ -124,10 +124,7 @@ def _end_interrupted(control: Control, place: str) -> NoReturn:
 
 
 def end_if_failed(control: Control) -> None:
-    """At exit: if the script ends by `sys.exit` with a failing code, end the others too.
-
-    Without this the orderly shutdown would wait for ranks that wait for this one.
-    """
+    """At exit: if the script ends by `sys.exit` with a failing code, end the others, which wait for this one."""
     code = control.process.script_code
     number = 0 if code is None else code if isinstance(code, int) else 1  # as Python has it
     if number == 0 or control.ending:

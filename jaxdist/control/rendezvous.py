@@ -34,12 +34,8 @@ class Member(NamedTuple):
     ip: str  # the address it is reached at
 
 
-class Joined(NamedTuple):
-    """What a rank holds after the rendezvous."""
-
-    links: dict[int, Link]  # the hub: one per other rank; others: {0: hub}
-    members: list[Member]
-    root_host: str  # the address at which this rank reaches rank 0
+# What a rank holds after the rendezvous: the hub one link per other rank, the others {0: hub}; and who is there.
+Joined = tuple[dict[int, Link], list[Member]]
 
 
 def loopback(host: str) -> str:
@@ -126,7 +122,7 @@ async def gather(server: socket.socket, size: int, key: bytes, timeout: float, a
     everyone = [door.members[r] for r in range(size)]
     for link in door.links.values():
         link.send(everyone)
-    return Joined(door.links, everyone, "127.0.0.1")
+    return door.links, everyone
 
 
 class _Door:
@@ -239,7 +235,7 @@ async def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: 
                 _watch_silence(link.sock, timeout)
                 link.send((rank, size, Member(socket.gethostname(), os.getpid(), _plain(link.sock.getsockname()[0]))))
                 try:
-                    return Joined({0: link}, await _answer(link, rank, deadline, names), host)
+                    return {0: link}, await _answer(link, rank, deadline, names)
                 except (EOFError, ConnectionError) as error:  # on the way, or of rank 0's end
                     last, reached = str(error), True
                     link.close()

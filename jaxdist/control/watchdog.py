@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeGuard
 import jax
 
 from jaxdist.control.channel import Control
-from jaxdist.control.stacks import main_thread_line, script_is_over
+from jaxdist.control.stacks import main_thread_line
 
 _ASK, _TELL = "where are you", "I am here"
 _SILENT = "does not answer: stopped, swapping, or in native code that holds Python's lock"
@@ -59,7 +59,6 @@ class _Report(NamedTuple):
     busy: bool  # whether the newest of a step is not over
     failed: tuple[int, str]  # where in the ledger a call has ended with an error, the newest of a step, and with which
     at: str  # the line of Python in which its main thread is
-    over: bool  # whether its script is
 
 
 class Watchdog:
@@ -129,20 +128,6 @@ class Watchdog:
         finally:
             ended.set()
 
-    def at_the_end(self, ranks: Collection[int]) -> tuple[dict[int, str], list[str]]:
-        """Where ranks are that have not said goodbye: those that hang at their end, and those still at work."""
-        reports = self._ask(ranks)
-        hanging, working = dict[int, str](), list[str]()
-        for rank in ranks:
-            who, report = self._control.who(rank), reports.get(rank)
-            if report is None:
-                hanging[rank] = f"{who} {_SILENT}"
-            elif report.over:
-                hanging[rank] = f"{who} is at {report.at}"
-            else:
-                working.append(f"{who} is at {report.at}")
-        return hanging, working
-
     def _watch(self) -> None:
         pause = min(5.0, max(0.05, self._timeout / 20))
         watched: ActiveCall | None = None
@@ -200,7 +185,7 @@ class Watchdog:
     def _report(self) -> _Report:
         newest = self._newest
         failed = (newest.position, newest.error) if newest is not None and newest.error else (-1, "")
-        return _Report(self._control.position(), self.busy, failed, main_thread_line(), script_is_over())
+        return _Report(self._control.position(), self.busy, failed, main_thread_line())
 
 
 def _an_array(tree: Any) -> jax.Array | None:

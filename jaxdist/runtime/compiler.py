@@ -52,7 +52,8 @@ def check_same(every: Sequence[Mapping[str, str]], who: Callable[[int], str]) ->
             raise ValueError(
                 f"{who(0)} and {who(rank)} would make other programs of the same step: {', '.join(differ)}. Install "
                 "the same versions everywhere, and give every rank the same settings of JAX, before init, and the "
-                "same XLA_FLAGS. (To other hosts mpirun passes variables on with -x, jaxdist run by itself)"
+                "same XLA_FLAGS. (To other hosts mpirun passes variables on with -x, jaxdist run by itself. Without "
+                "jax[cuda12] or a driver a rank computes on CPUs: JAX_PLATFORMS=cpu has all do that)"
             )
 
 

@@ -1,13 +1,8 @@
-"""One rank of a host compiles a program; the others load what it made.
+"""One rank of a host compiles a program, which takes its lock; the others load what it made, in a millisecond or two.
 
-Every rank compiles the same programs: those of the steps, and all the small ones before them (initialisers, `jnp`
-functions). Here the first that comes to a program takes its lock, compiles, and puts the executable into a folder of
-the job; the others wait and load it, which takes a millisecond or two. A program is known by its text, the compiler's
-options and versions; so ranks whose programs differ compile each its own. The folder is on one machine: executables are
-for its processor.
-
-Nobody depends on another to go on: the lock is the kernel's, which frees it when its holder dies, and who has waited
-for as long as a collective may, finds nothing, or something that can't be loaded, compiles as without all this.
+A program is known by its text, the compiler's options and versions; so ranks whose programs differ compile each one.
+Nobody depends on another to go on: the kernel frees the lock when its holder dies, and who has waited for as long as a
+collective may, finds nothing, or something that can't be loaded, compiles as without all this.
 """
 
 from __future__ import annotations
@@ -149,10 +144,7 @@ class Executables:
             return None
 
     def _turn(self, entry: Path) -> int | None:
-        """Wait until a program is there, or nobody makes it.
-
-        Returns a lock: this rank is to make it. None: it is there, or has been waited for too long.
-        """
+        """A lock once it is this rank's turn to make a program; None: it is there, or was waited for too long."""
         lock = os.open(f"{entry}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         give_up_at, pause = time.monotonic() + self._timeout, 0.002
         while not entry.exists():

@@ -1,8 +1,6 @@
 """The end of a rank whose script is over: it leaves when every rank has come to the end of its own.
 
-Ranks may end far apart: one evaluates or uploads for an hour after the last step. Those that are done wait for it, and
-hear of its failure, should it fail. What is no end in order, an error, a signal, an exit code of `sys.exit`, is the
-business of `jaxdist.control.failfast`.
+Ranks may end far apart: one evaluates for an hour after the last step. The others hear of its failure, should it fail.
 """
 
 from __future__ import annotations
@@ -19,10 +17,7 @@ _OTHERS_SECONDS = 1.0  # for them to print why the job ends
 
 
 def install(control: Control, watchdog: Watchdog, timeout: float) -> None:
-    """Take part in the common end of the job, when this process's script ends.
-
-    Called after ``import jax``, so that it happens before JAX's own shutdown.
-    """
+    """Take part in the common end of the job; after ``import jax``, so that it comes before JAX's own shutdown."""
     if control.size == 1:
         return
     owner = os.getpid()
@@ -47,19 +42,12 @@ def install(control: Control, watchdog: Watchdog, timeout: float) -> None:
 
 
 def _wait_for_all(control: Control, watchdog: Watchdog, timeout: float) -> None:
-    """Until every rank has said goodbye, or the job has failed. Who hangs at the end of its script is named: it does so
-    at two looks, a timeout apart, for at the first it may just have come there."""
-    start, turns, suspected = time.monotonic(), 0, set[int]()
+    """Until every rank has said goodbye, or the job has failed. It is said where those are that keep the others."""
+    start, turns = time.monotonic(), 0
     while not control.all_left(timeout):
         turns += 1
         left = {control.rank, *control.notices.get("bye", {})}
-        hanging, working = watchdog.at_the_end([r for r in range(control.size) if r not in left])
-        waited = f"its script is over, and it has waited for {time.monotonic() - start:.0f} s for the others"
-        if control.all_left(0):
-            return
-        if found := suspected & hanging.keys():
-            control.fail(f"rank {control.rank}: {waited}: {'; '.join(hanging[rank] for rank in sorted(found))}")
-            return
-        suspected = set(hanging)
-        if working and min(left) == control.rank and turns.bit_count() == 1:  # 1, 2, 4, 8, ...
-            control.say(f"{waited}: {'; '.join(working)}")
+        where = watchdog.whereabouts([r for r in range(control.size) if r not in left])
+        if min(left) == control.rank and turns.bit_count() == 1 and not control.all_left(0):  # 1, 2, 4, 8, ...
+            waited = f"its script is over, and it has waited for {time.monotonic() - start:.0f} s for the others"
+            control.say(f"{waited}: {where or 'they are in a step'}")

@@ -130,7 +130,7 @@ def _told_by_this_rank(connector: Connector, control: Control, wanted: str, lane
     platform = devices.wanted_platform(compat.platforms_asked(), gpus)
     return _Told(
         devices.Resources(socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))), gpus, platform),
-        compiler.facts(os.environ.get("XLA_FLAGS", "")),
+        compiler.facts(os.environ.get("XLA_FLAGS", "")) | {"platform": platform, "lanes": str(lanes)},
         *communicator_of.several(control.size, connector.name, "xla" if lanes else wanted, platform),
         executables.machine(),
         executables.offer(connector.local_rank),
@@ -150,9 +150,8 @@ def _threads_asked() -> int:
 def _agreed(connector: Connector, control: Control, told: list[_Told], wanted: str) -> str:
     """The communicator of all ranks, which are alike in all that they have to be alike in."""
     mine = told[control.rank]
-    _check_platforms(control, [each.resources for each in told])
-    in_lanes.check(control, [each.lanes for each in told], mine.resources.platform, wanted)
     compiler.check_same([each.facts for each in told], control.who)
+    in_lanes.check(control, mine.lanes, mine.resources.platform, wanted)
     errors = [(r, each.problem) for r, each in enumerate(told) if each.problem]
     if errors and wanted != "auto":
         kind = ImportError if "Install" in errors[0][1] else ValueError
@@ -195,9 +194,8 @@ def _devices_of_all(control: Control, lanes: int | None) -> list[Any]:
 def _alone(connector: Connector, control: Control, wanted: str, lanes: int | None) -> Started:
     _check_alone(connector)
     if lanes:
-        in_lanes.check(
-            control, [lanes], devices.wanted_platform(compat.platforms_asked(), devices.visible_gpus()), wanted
-        )
+        platform = devices.wanted_platform(compat.platforms_asked(), devices.visible_gpus())
+        in_lanes.check(control, lanes, platform, wanted)
         in_lanes.start(control, lanes)
     found = list(jax.local_devices())
     communicator = "lanes" if lanes else communicator_of.alone(wanted, len(found))
@@ -218,16 +216,6 @@ def _check_alone(connector: Connector) -> None:
 
 def _mesh(found: list[Any]) -> Mesh:
     return Mesh(np.array(found), (AXIS,), axis_types=(AxisType.Auto,))
-
-
-def _check_platforms(control: Control, resources: list[devices.Resources]) -> None:
-    platforms = {h.platform for h in resources}
-    if len(platforms) > 1:
-        cpu = [control.who(r) for r, h in enumerate(resources) if h.platform == "cpu"]
-        raise ValueError(
-            f"rank {control.rank}: some ranks would run on GPUs and some on CPUs ({', '.join(cpu)}): "
-            "install jax[cuda12] and the driver everywhere, or set JAX_PLATFORMS=cpu everywhere"
-        )
 
 
 def _start_distributed(control: Control, watchdog: Watchdog, local_ids: list[int] | None, timeout: float) -> None:

@@ -81,8 +81,6 @@ FAULTS = [
     Fault("eager_between", (*CALLS, "allreduce"), (HAND,)),
     Fault("eager_between 0 barrier", ("step 'step'", "barrier"), (MPIRUN,)),
     Fault("changed_copy", (*CALLS, "w['b']"), (HAND,)),
-    # The end of a script.
-    Fault("hangs_at_exit", (WHO, line("time.sleep(100))")), (HAND,), env=SHORT),
     # No faults.
     Fault("slow", ("rank 0", "no rank is missing"), (HAND,), code=0, env={"JAXDIST_TIMEOUT": "1"}),
     Fault("ends_late", ("LATE", WHO), (RUN,), code=0, env=SHORT),

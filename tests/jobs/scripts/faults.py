@@ -266,11 +266,6 @@ def ends_late() -> None:
         print("LATE", flush=True)
 
 
-def hangs_at_exit() -> None:
-    if ODD:
-        atexit.register(lambda: time.sleep(100))
-
-
 def error_at_exit() -> None:
     """No fault of the job: an error of the script's own at exit, an exit that was caught, steps of all until then."""
     w = train(2)
