@@ -35,7 +35,7 @@ class Ledger:
     def __init__(self, context: Context):
         self.count, self.unsettled = 0, False
         self._control: Control = context.control
-        self._steps = context.watchdog.steps
+        self._watchdog = context.watchdog
         self._lock = threading.Lock()  # this rank enters a call, or its watcher judges: never both at once
         self._named: deque[str] = deque(maxlen=_NAMED)
         self._last, self._run = b"", 0  # the last call, and how often it was made in a row
@@ -130,7 +130,7 @@ class Ledger:
         later.start()
 
     def _is_missed(self, rank: int, count: int, error: str) -> None:
-        if self.count == count and any(progress.busy for progress in list(self._steps.values())):
+        if self.count == count and self._watchdog.busy:
             self._control.fail(
                 f"rank {rank} has left {self._named[-1]} with {error}, and rank {self._control.rank} waits for it. "
                 "An error of a step that is caught has to be caught on every rank"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import queue
 import socket
 import threading
 import time
@@ -96,9 +97,9 @@ def together(ctx: Context, what: str, tag: str, work: Callable[[], Any], conclud
                 problems = {0: problem} if problem else {}
             verdict = first_problem(what, problems) if problems else ""
         finally:
-            ctx.control.mail.put(tag, verdict)
+            ctx.control.put(tag, verdict)
     else:
-        ctx.control.mail.put(tag, mine, to=0)
+        ctx.control.put(tag, mine, to=0)
         verdict = _await(ctx, tag, what, 0)
     if cause is not None and not isinstance(cause, Exception):
         raise cause  # Ctrl-C
@@ -117,8 +118,8 @@ def _await(ctx: Context, tag: str, what: str, rank: int) -> Any:
     start, limit = time.monotonic(), ctx.timeout
     while True:
         try:
-            return ctx.control.mail.take(tag, rank, min(_SLICE, ctx.timeout))
-        except TimeoutError:
+            return ctx.control.take(tag, rank, min(_SLICE, ctx.timeout))
+        except queue.Empty:
             if ctx.control.ending:
                 raise CheckpointError(f"{what}: rank {ctx.rank} stops, because the job ends") from None
         if (waited := time.monotonic() - start) >= limit:

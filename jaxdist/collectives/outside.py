@@ -153,7 +153,7 @@ class Outside:
         if plan.root not in (None, self._ctx.rank):
             return [x if isinstance(x, jax.Array) else jnp.array(x) for x in arrays]  # NumPy's may be changed
         # On CPUs as any array that the user makes: not bound to a device. The memory is the same.
-        return [compat.adopt(np.asarray(part)) for part in parts] if device.platform == "cpu" else parts
+        return [jax.device_put(np.asarray(part)) for part in parts] if device.platform == "cpu" else parts
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""Backends and their devices, those of this process and those that are not here."""
+"""Backends, their devices, those of this process and those that are not here, and arrays on them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,27 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import operator
 import os
 import sys
 from collections.abc import Iterator
 from typing import Any
+
+sharding_of = operator.attrgetter("_sharding")
+"""`x.sharding` of an array, without the Python of a property: looked at for each leaf of the state in each call."""
+
+bits_of = operator.attrgetter("_base_array")
+"""The array of integers that an array of typed PRNG keys is made of, as it is."""
+
+
+def release_dropped() -> None:
+    """Let go of host memory of arrays that are gone: JAX puts that off until its next call of some kinds.
+
+    `jax._src.lib` calls this at each run of Python's garbage collector.
+    """
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+
+    _jax.collect_garbage()
 
 
 def backend_started() -> bool:
@@ -17,21 +34,6 @@ def backend_started() -> bool:
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
-
-
-def cpu_threads(count: int) -> None:
-    """Threads of XLA's CPU client; before the backend starts.
-
-    Its pool ignores OMP_NUM_THREADS and `--xla_cpu_multi_thread_eigen`; it reads PJRT_NPROC, then
-    NPROC (`DefaultThreadPoolSize` in xla/pjrt/utils.cc). PJRT_NPROC is the one no other program reads.
-    """
-    os.environ["PJRT_NPROC"] = str(count)
-
-
-def cpu_threads_asked() -> int:
-    """The number of threads that the environment asks XLA's CPU client for; 0: it does not."""
-    asked = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC", "")
-    return int(asked) if asked.isdecimal() else 0
 
 
 def gloo_at(ip: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxdist.connectors import engines, launchers, site, slurm, tcp
-from jaxdist.connectors.base import ENV, ByBroadcast, Connector, need
+from jaxdist.connectors.base import ByBroadcast, Connector
 
 __all__ = ["VALID", "Connector", "choose", "connect"]
 
@@ -32,12 +32,7 @@ def choose(env: Mapping[str, str] | None = None) -> str:
     if launched is not None and launched.certain:
         return _mpi_or_complain(launched)
     if env.get("RANK") or env.get("WORLD_SIZE"):
-        alone = env.get("WORLD_SIZE") == "1"
-        need(
-            env, ENV[:2] if alone else ENV, "env://",
-            "Set all of them on every process, or unset RANK and WORLD_SIZE to run one alone",
-        )  # fmt: skip
-        if alone:
+        if env.get("WORLD_SIZE") == "1":
             _refuse_alone(env, "WORLD_SIZE=1")
         return "env://"
     if launched is not None:
@@ -59,10 +54,7 @@ def connect(
     rank: int | None = None,
     size: int | None = None,
 ) -> Connector:
-    """Make the connector that `spec` names, or check the object that it is.
-
-    Returns the connector; with several processes, everyone is there.
-    """
+    """Make the connector that `spec` names, with everyone there, or check the object that it is."""
     if not isinstance(spec, str):
         lacking = [m for m in _MEMBERS if not hasattr(spec, m)]
         if lacking:
@@ -75,10 +67,8 @@ def connect(
         return spec
     if spec == "auto":
         spec = choose()
-    if spec == "env" or spec.startswith("env://"):
-        return tcp.from_env(timeout, rank=rank, size=size)
-    if spec.startswith("tcp://"):
-        return tcp.from_url(spec, timeout, rank=rank, size=size)
+    if spec == "env" or spec.startswith(("env://", "tcp://")):
+        return tcp.connect(spec, timeout, rank=rank, size=size)
     if spec not in VALID:
         raise ValueError(f"unknown connector {spec!r}; valid: {', '.join(VALID)}, or an object")
     if rank is not None or size is not None:

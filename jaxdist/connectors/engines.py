@@ -43,7 +43,7 @@ def kubeflow(timeout: float) -> tcp.TcpConnector:
     rank = read_int(env, names[0], 0, size - 1)
     host, _, port = ":".join(env[name] for name in names[2:]).rpartition(":")
     given = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": port}
-    return tcp.from_env(timeout, env=given)
+    return tcp.connect("kubeflow", timeout, env=given)
 
 
 def _initialized() -> tuple[int, int]:

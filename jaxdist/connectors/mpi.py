@@ -116,10 +116,7 @@ def _open_mpi_settings() -> dict[str, str]:
 
 @contextlib.contextmanager
 def in_environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Settings in the environment, but for what the user has set there, and out of it again.
-
-    So programs that the user starts from here don't inherit them.
-    """
+    """Settings in the environment, but for the user's own, and out again: not for programs started from here."""
     new = {name: value for name, value in settings.items() if name not in os.environ}
     os.environ.update(new)
     try:

@@ -51,11 +51,7 @@ def tasks(env: Mapping[str, str]) -> int:
 
 
 def connect(timeout: float = 300.0) -> TcpConnector:
-    """The connector of a Slurm step.
-
-    The port follows from the job and step ids; several are tried, and a token of the job in the handshake keeps two
-    jobs on one node apart.
-    """
+    """The connector of a Slurm step, at one of some ports that follow from its ids, as the token of the proof does."""
     env = dict(os.environ)
     env.setdefault("SLURM_NTASKS", env.get("SLURM_STEP_NUM_TASKS", ""))
     env.setdefault("SLURM_JOB_ID", env.get("SLURM_JOBID", ""))

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from jaxdist.control import rendezvous
 from jaxdist.control.hub import Entry, Hub, lost
 from jaxdist.control.keys import job_key
-from jaxdist.control.mailbox import TAG, Mailbox
 from jaxdist.control.process import Process
 from jaxdist.control.rendezvous import Member
 from jaxdist.control.wire import Link
@@ -23,6 +22,7 @@ from jaxdist.errors import ControlError
 
 T = TypeVar("T")
 
+_MAIL = "mail"
 _CHUNK = 1 << 24  # bytes of a broadcast that travel at a time
 _ANSWER_SECONDS = 10.0  # for the hub to say who is missing
 _REFUSED_SECONDS = 0.05  # for those who came to hear why there will be no job
@@ -49,15 +49,15 @@ class Control:
     ):
         self.rank, self.size = rank, size
         self.process = Process(rank, abort)
-        self.notices: dict[
-            str, dict[int, int]
-        ] = {}  # of each exchange under way, and "bye": ranks, and their positions
+        # Of each exchange under way, and "bye": ranks, and their positions.
+        self.notices: dict[str, dict[int, int]] = {}
         self.waiting: dict[int, Entry] = {}
         self.position: Callable[[], int] = lambda: 0
-        self.mail = Mailbox(self.post)
-        self.root_host = "127.0.0.1"
+        self._mail: dict[tuple[str, int], queue.SimpleQueue[Any]] = {}
         self.members = [Member(socket.gethostname(), os.getpid(), "127.0.0.1")]
-        self._listeners: dict[str, Callable[[int, Any], None]] = {TAG: self.mail.arrived}
+        self._listeners: dict[str, Callable[[int, Any], None]] = {
+            _MAIL: lambda rank, mail: self._box(mail[0], rank).put(mail[1])
+        }
         self._whereabouts: Callable[[list[int]], str | None] = lambda late: ""
         self._exchange_lock = threading.Lock()  # one exchange at a time
         self._answers: queue.SimpleQueue[tuple[str, str, Any]] = queue.SimpleQueue()
@@ -83,16 +83,15 @@ class Control:
         self._thread = threading.Thread(target=self._loop.run_forever, name="jaxdist-control", daemon=True)
         self._thread.start()
         try:
-            joined = self._run(meeting)
+            self._links, self.members = self._run(meeting)
         except BaseException:
             self._run(asyncio.sleep(_REFUSED_SECONDS))
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
             raise
-        self.members, self.root_host, self._links = joined.members, joined.root_host, joined.links
         if self.rank == 0:
-            self._hub = Hub(self, joined.links)
+            self._hub = Hub(self, self._links)
             self.process.wait_gone = self._hub.all_gone.wait
         # A forked data worker that kept the sockets open would hide the death of its parent.
         os.register_at_fork(after_in_child=self._forget)
@@ -101,10 +100,7 @@ class Control:
     # --- calls of the owner
 
     def exchange(self, tag: str, value: Any = None, timeout: float | None = None, what: str = "") -> list[Any]:
-        """All-gather of small picklable values, in rank order.
-
-        Returns the value of each rank.
-        """
+        """All-gather of small picklable values: the value of each rank, in rank order."""
         if self.size == 1:
             return [value]
         self._check_owner()
@@ -158,6 +154,19 @@ class Control:
         if self.size > 1 and self.process.is_owner():
             self._send(("post", tag, value, to))
 
+    def put(self, name: str, value: Any, to: int | None = None) -> None:
+        """Leave something small and picklable for a rank, or for all others; does not wait for them."""
+        self.post(_MAIL, (name, value), to)
+
+    def take(self, name: str, rank: int, seconds: float) -> Any:
+        """What a rank has left under this name; it is gone then. Raises queue.Empty if it has not come in time."""
+        found = self._box(name, rank).get(timeout=seconds)
+        self._mail.pop((name, rank))
+        return found
+
+    def _box(self, name: str, rank: int) -> queue.SimpleQueue[Any]:
+        return self._mail.setdefault((name, rank), queue.SimpleQueue())
+
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until every rank is here; raises as `exchange` does."""
         self.exchange("barrier", None, timeout)
@@ -187,25 +196,19 @@ class Control:
                     buffer[part] = sent
         return moved
 
-    def alarm(self, message: str, *, code: int = 1, stacks: bool = False, brief: bool = False) -> None:
+    def alarm(self, message: str, *, code: int = 1, stacks: bool = False) -> None:
         """Make every other rank print `message` and end at once; the caller goes on."""
         self.process.alarmed = True
         if self.size > 1 and self.process.is_owner():
-            self._send(("alarm", message, code, stacks, brief), last=True)
+            self._send(("alarm", message, code, stacks), last=True)
 
-    def fail(self, message: str, *, brief: bool = False) -> None:
-        """End the job with a non-zero code, whatever its main threads do.
-
-        Every rank prints `message` and the stack of its main thread; if it is `brief` one rank of each host, no stack.
-        """
-        self.process.end_because_of(message, 0.5, stacks=not brief)
-        self.alarm(message, stacks=not brief, brief=brief)
+    def fail(self, message: str) -> None:
+        """End the job, whatever its main threads do; every rank prints `message` and where its main thread is."""
+        self.process.end_because_of(message, 0.5, stacks=True)
+        self.alarm(message, stacks=True)
 
     def close(self) -> None:
-        """Say goodbye: what the others see next is an orderly end, not a death.
-
-        The connections stay until the process ends: rank 0 goes on serving those that still work.
-        """
+        """Say goodbye: the others see no death. The connections stay, for rank 0 serves those that still work."""
         if self._closed or not self.process.is_owner():
             return
         self._closed = True
@@ -292,15 +295,15 @@ class Control:
             _, tag, rank, entry = message
             self.notices.setdefault(tag, {})[rank] = entry.position
             self.waiting[rank] = entry
-            self._call(self._listeners.get("enter"), rank, entry)
+            self._tell("enter", rank, entry)
         elif kind == "bye":
             _, rank, position = message
             self.notices.setdefault("bye", {})[rank] = position
-            self._call(self._listeners.get("bye"), rank, position)
+            self._tell("bye", rank, position)
         elif kind == "all left":
             self.process.over.set()
         elif kind == "post":
-            self._call(self._listeners.get(message[1]), *message[2:])
+            self._tell(*message[1:])
         elif kind in ("result", "error"):
             for tag in [message[1]] if kind == "result" else [t for t in self.notices if t != "bye"]:
                 self.notices.pop(tag, None)
@@ -309,12 +312,9 @@ class Control:
         elif kind == "end":
             self.process.end_because_of(*message[1:])
 
-    def _call(self, hook: Callable[..., None] | None, *args: Any) -> None:
-        if hook is not None:
-            try:
-                hook(*args)
-            except Exception as error:  # a broken hook must not stop the channel
-                self.say(f"a hook of the control channel failed: {error!r}")
+    def _tell(self, tag: str, rank: int, value: Any) -> None:
+        if hook := self._listeners.get(tag):
+            hook(rank, value)
 
     # --- forks
 

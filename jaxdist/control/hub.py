@@ -5,7 +5,6 @@ All of it runs on the thread of the event loop; to send waits for nobody.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import threading
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +15,6 @@ from jaxdist.control.wire import Link
 
 PRINT_SECONDS = 0.3  # for the others to print the reason before the launcher kills them
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
-_GRACE = 0.5  # seconds to learn where the other ranks are before a mismatch is reported
 
 
 class Entry(NamedTuple):
@@ -46,7 +44,6 @@ class Hub:
         self.failure: str | None = None  # of the running exchange: late ranks are told as well
         self.told: set[int] = set()
         self.left: set[int] = set()
-        self.timer: asyncio.TimerHandle | None = None
         self.open = set(links)
         self.all_gone = threading.Event()
 
@@ -96,8 +93,8 @@ class Hub:
                 for r in self.others(-1):
                     self.send(r, ("all left",))
         elif kind == "alarm":
-            _, text, code, stacks, brief = message
-            self.end_all(text, rank, code, 2 * PRINT_SECONDS, stacks, brief)
+            _, text, code, stacks = message
+            self.end_all(text, rank, code, 2 * PRINT_SECONDS, stacks)
 
     def enter(self, rank: int, tag: str, value: Any, entry: Entry) -> None:
         if self.failure is not None:
@@ -109,23 +106,15 @@ class Hub:
         if self.left:
             self.fail(self.why_gone())
         elif len({t for t, *_ in self.entered.values()}) > 1:
-            if len(self.entered) == self.root.size:
-                self.mismatch()
-            elif self.timer is None:
-                self.timer = asyncio.get_running_loop().call_later(_GRACE, self.mismatch)
+            self.fail(
+                f"the ranks are in different calls. {self.where()} Every rank must make the same jaxdist calls in the "
+                "same order: look for a call under `if rank == ...`, or loops of different length"
+            )
         elif len(self.entered) == self.root.size:
             values = [self.entered[r][1] for r in range(self.root.size)]
             self.reset()
             for r in self.others(-1):
                 self.send(r, ("result", tag, values))
-
-    def mismatch(self) -> None:
-        if self.failure is None and len({t for t, *_ in self.entered.values()}) > 1:
-            self.fail(
-                f"the ranks are in different calls. {self.where()} Every rank must make the "
-                "same jaxdist calls in the same order: look for a call under `if rank == ...`, "
-                "or loops of different length"
-            )
 
     def why_gone(self) -> str:
         left = ", ".join(self.root.who(r) for r in sorted(self.left))
@@ -159,20 +148,11 @@ class Hub:
         self.send(rank, ("error", "", reason))
 
     def reset(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-        self.timer, self.failure = None, None
-        self.entered, self.told = {}, set()
+        self.failure, self.entered, self.told = None, {}, set()
 
-    def end_all(
-        self, message: str, spare: int, code: int = 1, pause: float = 0.0, stacks: bool = False, brief: bool = False
-    ) -> None:
-        hosts = {self.root.members[spare].host} if brief else set()  # where it is printed already
+    def end_all(self, message: str, spare: int, code: int = 1, pause: float = 0.0, stacks: bool = False) -> None:
         for r in self.others(spare):
-            host = self.root.members[r].host
-            self.send(r, ("end", "" if host in hosts else message, pause, stacks, code))
-            if brief:
-                hosts.add(host)
+            self.send(r, ("end", message, pause, stacks, code))
 
 
 def lost(who: str, error: Exception) -> str:

@@ -8,8 +8,6 @@ import hmac
 import os
 import secrets
 import socket
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 OPEN = "none"  # JAXDIST_SECRET=none: no secret, on purpose
@@ -29,7 +27,7 @@ def job_key(host: str, name: str) -> bytes:
     """What the ranks of a job whose root listens at `host` prove to each other to know.
 
     JAXDIST_SECRET if it is set. Else a secret in the home directory, `~/.jaxdist/secret`, which the user's hosts share
-    and other users can't read; without a home, on one host, in the folder for temporary files.
+    and other users can't read.
     """
     given = os.environ.get("JAXDIST_SECRET")
     public = hashlib.sha256(f"jaxdist {name}".encode()).digest()
@@ -37,28 +35,13 @@ def job_key(host: str, name: str) -> bytes:
         return public
     if given:
         return hashlib.sha256(given.encode()).digest()
-    return hmac.digest(_of_this_user(host), public, "sha256")
-
-
-def _of_this_user(host: str) -> bytes:
-    """The secret of this user, made when it is first wanted."""
-    problem: Exception | None = None
-    for folder in _folders(host):
-        try:
-            return _kept(folder / "secret")
-        except OSError as error:
-            problem = problem or error
-    raise ValueError(
-        f"ranks are to come to {host}, and no secret to recognize them by: {_SET}. (It could not be kept in the home "
-        f"directory: {problem or 'nobody knows where it is'})"
-    )
-
-
-def _folders(host: str) -> Iterator[Path]:
-    with contextlib.suppress(RuntimeError):  # nobody knows where the home is
-        yield Path.home() / ".jaxdist"
-    if is_loopback(host):
-        yield Path(tempfile.gettempdir()) / f"jaxdist-{os.geteuid()}"
+    try:
+        return hmac.digest(_kept(Path.home() / ".jaxdist" / "secret"), public, "sha256")
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f"ranks are to come to {host}, and no secret to recognize them by: {_SET}. (It could not be kept in the "
+            f"home directory: {error})"
+        ) from None
 
 
 def _kept(path: Path) -> bytes:

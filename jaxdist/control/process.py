@@ -6,14 +6,13 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxdist import streams
 from jaxdist.control.hub import PRINT_SECONDS
-from jaxdist.control.stacks import main_thread_stack
+from jaxdist.control.stacks import main_thread_line
 
-_STACK_SECONDS = 2.0  # to print a stack
-_OTHERS_SECONDS = 1.0  # for the other ranks to print theirs: launchers kill them when one ends
+_OTHERS_SECONDS = 1.0  # for the other ranks to print where they are: launchers kill them when one ends
 SAY_SECONDS = 1.0  # for a message to be read: it may be a pipe that nobody reads any more
 _LEAVE_SECONDS = 2.0  # that rank 0 gives the others to end by themselves
 
@@ -24,6 +23,7 @@ class Process:
     def __init__(self, rank: int, abort: Callable[[int, str], None] | None = None):
         self.alarmed = False
         self.code = 1
+        self.script_code: Any = None  # that the script gave to `sys.exit`
         self.over = threading.Event()
         self.wait_gone: Callable[[float], bool] | None = None
         self._rank, self._abort = rank, abort
@@ -73,10 +73,8 @@ class Process:
 
         # Not on rank 0's watcher itself: it goes on to see the others leave.
         def end() -> None:
-            if stacks:  # in a thread of its own: source files may lie where nothing can be read any more
-                printer = threading.Thread(target=lambda: self.say(main_thread_stack()), daemon=True)
-                printer.start()
-                printer.join(_STACK_SECONDS)
+            if stacks:
+                self.say(f"its main thread is at {main_thread_line()}")
             time.sleep(max(pause, _OTHERS_SECONDS) if stacks else pause)
             self.depart(code)
 
@@ -115,10 +113,7 @@ def leave(code: int, message: str = "", abort: Callable[[int, str], None] | None
 
 
 def within(seconds: float, act: Callable[[], object]) -> bool:
-    """Do something that may block for ever, such as a write to a pipe that nobody reads, and go on after a while.
-
-    Returns whether it was done.
-    """
+    """Do something that may block for ever, and go on after a while; whether it was done."""
     helper = threading.Thread(target=act, name="jaxdist-within", daemon=True)
     try:
         helper.start()

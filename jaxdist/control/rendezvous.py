@@ -34,12 +34,8 @@ class Member(NamedTuple):
     ip: str  # the address it is reached at
 
 
-class Joined(NamedTuple):
-    """What a rank holds after the rendezvous."""
-
-    links: dict[int, Link]  # the hub: one per other rank; others: {0: hub}
-    members: list[Member]
-    root_host: str  # the address at which this rank reaches rank 0
+# What a rank holds after the rendezvous: the hub one link per other rank, the others {0: hub}; and who is there.
+Joined = tuple[dict[int, Link], list[Member]]
 
 
 def loopback(host: str) -> str:
@@ -100,32 +96,33 @@ def _listen(host: str, port: int) -> socket.socket:
 async def gather(server: socket.socket, size: int, key: bytes, timeout: float, address: str) -> Joined:
     """Rank 0: take in the other `size - 1` ranks, then tell each of them who is there."""
     door = _Door(server, size, key, timeout)
-    with contextlib.closing(server):
-        try:
-            async with asyncio.timeout(timeout):
-                await door.open_until_all_came()
-        except TimeoutError:
-            missing = [r for r in range(1, size) if r not in door.links]
-            others = door.turned_away + len(door.waiting)
-            reason = (
-                f"rank 0 waited {timeout:g} s at {address} and {len(door.links) + 1} of "
-                f"{size} ranks came; missing: {ranks_in_words(missing)}. Were they started, did they "
-                "fail before init (see their output), and can they reach this address?"
-            )
-            if others:
-                reason += f" {others} connection{'s' * (others > 1)} came without the secret of this job"
-            door.refuse(TimeoutError(reason))
-            raise TimeoutError(reason) from None
-        except ValueError as error:
-            door.refuse(error)
-            raise
-        finally:
-            for task in door.waiting:
-                task.cancel()
+    accepting = asyncio.ensure_future(door.accept())
+    try:
+        async with asyncio.timeout(timeout):
+            await door.done
+    except TimeoutError:
+        missing = [r for r in range(1, size) if r not in door.links]
+        others = door.turned_away + len(door.waiting)
+        reason = (
+            f"rank 0 waited {timeout:g} s at {address} and {len(door.links) + 1} of {size} ranks came; missing: "
+            f"{ranks_in_words(missing)}. Were they started, did they fail before init (see their output), and can they "
+            "reach this address?"
+        )
+        if others:
+            reason += f" {others} connection{'s' * (others > 1)} came without the secret of this job"
+        door.refuse(TimeoutError(reason))
+        raise TimeoutError(reason) from None
+    except ValueError as error:
+        door.refuse(error)
+        raise
+    finally:
+        for task in [accepting, *door.waiting]:
+            task.cancel()
+        server.close()
     everyone = [door.members[r] for r in range(size)]
     for link in door.links.values():
         link.send(everyone)
-    return Joined(door.links, everyone, "127.0.0.1")
+    return door.links, everyone
 
 
 class _Door:
@@ -137,17 +134,7 @@ class _Door:
         self.turned_away = 0
         self.waiting: dict[asyncio.Task[None], None] = {}  # oldest first
         self._server, self._size, self._key, self._timeout = server, size, key, timeout
-        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def open_until_all_came(self) -> None:
-        """Raises ValueError where two ranks can't be of one job."""
-        if self._size == 1:
-            return
-        accepting = asyncio.ensure_future(self._accept())
-        try:
-            await self._done
-        finally:
-            accepting.cancel()
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def refuse(self, error: Exception) -> None:
         """Tell all who came why there will be no job."""
@@ -155,7 +142,7 @@ class _Door:
             link.send(error)
             link.close()
 
-    async def _accept(self) -> None:
+    async def accept(self) -> None:
         loop = asyncio.get_running_loop()
         self._server.setblocking(False)
         while True:
@@ -193,15 +180,15 @@ class _Door:
         problem = _problem(rank, size, member, self._size, self.members)
         if problem:
             self.links[-1] = link
-            if not self._done.done():
-                self._done.set_exception(ValueError(problem))
+            if not self.done.done():
+                self.done.set_exception(ValueError(problem))
             return
         _watch_silence(link.sock, self._timeout)
         self.links[rank], self.members[rank] = link, member
         if not is_loopback(ours := _plain(link.sock.getsockname()[0])):
             self.members[0] = self.members[0]._replace(ip=ours)
-        if len(self.links) == self._size - 1 and not self._done.done():
-            self._done.set_result(None)
+        if len(self.links) == self._size - 1 and not self.done.done():
+            self.done.set_result(None)
 
 
 def _problem(rank: int, their_size: int, member: Member, size: int, members: dict[int, Member]) -> str:
@@ -248,7 +235,7 @@ async def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: 
                 _watch_silence(link.sock, timeout)
                 link.send((rank, size, Member(socket.gethostname(), os.getpid(), _plain(link.sock.getsockname()[0]))))
                 try:
-                    return Joined({0: link}, await _answer(link, rank, deadline, names), host)
+                    return {0: link}, await _answer(link, rank, deadline, names)
                 except (EOFError, ConnectionError) as error:  # on the way, or of rank 0's end
                     last, reached = str(error), True
                     link.close()

@@ -14,14 +14,12 @@ from pathlib import Path
 @contextlib.contextmanager
 def folder(prefix: str) -> Iterator[str]:
     """A new folder for this user alone, removed at the end."""
-    with contextlib.ExitStack() as at_end:
-        try:
-            path, lock = make(prefix)
-            at_end.callback(os.close, lock)
-        except OSError:  # no locks here: nobody removes it but this process
-            path = tempfile.mkdtemp(prefix=prefix)
-        at_end.callback(shutil.rmtree, path, ignore_errors=True)
+    path, lock = make(prefix)
+    try:
         yield path
+    finally:
+        os.close(lock)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def make(prefix: str) -> tuple[str, int]:

@@ -12,8 +12,6 @@ from types import TracebackType
 
 from jaxdist.sources import of_the_user
 
-_SHOWN = 3  # frames of the user's own code: each rank of a job may print its own
-
 
 def users_line(trace: TracebackType | None) -> str:
     """File and line of the user's own code where an exception was raised, or from where; "": there is none."""
@@ -30,26 +28,6 @@ def main_thread_line() -> str:
         return "its end"
     frame = next((frame for frame in frames if of_the_user(frame.filename)), frames[0])
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
-
-
-def script_is_over() -> bool:
-    """Whether the main thread runs what is left to do at exit, and waits for no thread of the script's any more.
-
-    (Or it is in an import then: a wrong no.)
-    """
-    at_work = ("<module>", "_shutdown")  # the second: of threading.py, for threads that are no daemons
-    return all(frame.name not in at_work for frame in _main_thread())
-
-
-def main_thread_stack() -> str:
-    """Its frames as a traceback has them, a line each: the last of the user's own code, and the innermost."""
-    frames = _main_thread()
-    if not frames:
-        return "its main thread is at its end"
-    own = [frame for frame in frames if of_the_user(frame.filename)][:_SHOWN]
-    shown = [*own[::-1], *(frames[:1] if frames[0] not in own else ())]
-    lines = (f'  File "{f.filename}", line {f.lineno}, in {f.name}{f.line and f": {f.line}"}' for f in shown)
-    return "\n".join(["its main thread (most recent call last):", *lines])
 
 
 def _main_thread() -> list[traceback.FrameSummary]:

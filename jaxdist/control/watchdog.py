@@ -6,52 +6,95 @@ import contextlib
 import threading
 import time
 from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, NamedTuple, TypeGuard
+
+import jax
 
 from jaxdist.control.channel import Control
-from jaxdist.control.progress import ActiveCall, Progress
-from jaxdist.control.stacks import main_thread_line, script_is_over
+from jaxdist.control.stacks import main_thread_line
 
 _ASK, _TELL = "where are you", "I am here"
 _SILENT = "does not answer: stopped, swapping, or in native code that holds Python's lock"
 _ANSWER_SECONDS = 10.0  # for a thread of a rank to answer: Python's lock may be held, the host may be swapping
+_SMALL = 1 << 16  # elements of an output that may be kept a little longer than the user does
+
+
+@dataclass(eq=False)
+class ActiveCall:
+    """A call of a step that this rank has entered: nothing can stop it from its collectives."""
+
+    what: str  # names it
+    position: int  # in the ledger, from 1
+    since: float = field(default_factory=time.monotonic)
+    over: bool = False  # whether it has ended, as far as was seen
+    output: Any = None  # one small array of its result
+    error: str = ""  # that it has ended with
+
+    def finish(self, result: Any, error: str = "") -> None:
+        """The program returned `result`, which may not be computed yet; or it failed."""
+        self.output, self.error = _an_array(result), error
+        self.over = self.output is None
+
+    def finished(self) -> bool | None:
+        """Whether it has ended; None if that can't be known: its output was donated to another program."""
+        output = self.output
+        if output is not None:
+            try:
+                if output.is_deleted():  # is_ready would crash the process (jax 0.10)
+                    return None
+                self.over = output.is_ready()
+            except RuntimeError:  # donated just now
+                return None
+            if self.over:
+                self.output = None
+        return self.over
 
 
 class _Report(NamedTuple):
     """Where a rank is."""
 
-    committed: dict[str, int]  # of each step, the last call entered for good
-    busy: list[str]  # of these steps that call is not over
-    failed: dict[str, str]  # of these steps that call ended with this error
+    position: int  # calls that it has entered
+    busy: bool  # whether the newest of a step is not over
+    failed: tuple[int, str]  # where in the ledger a call has ended with an error, the newest of a step, and with which
     at: str  # the line of Python in which its main thread is
-    over: bool  # whether its script is
 
 
 class Watchdog:
     """Watches the calls of this rank, and answers for it when others ask.
 
-    A call that was committed to longer than `timeout` ago and is not over makes it ask the other ranks over the control
+    A call that was entered longer than `timeout` ago and is not over makes it ask the other ranks over the control
     channel, whose threads answer whatever the main thread does. If one has not come to that call, and is not merely
     slow in a call in which this rank has been too, the job ends, with a message that names it; every rank that still
     can prints it and its own stack. If all have come (a long compilation, a slow step), a line says so.
     """
 
     def __init__(self, control: Control, timeout: float):
-        self.steps: dict[str, Progress] = {}
         self._control, self._timeout = control, timeout
+        self._newest: ActiveCall | None = None
         self._number = 0  # of the question
         self._reports: dict[int, _Report] = {}  # answers to it
         self._news = threading.Condition()
         self._asking = threading.Lock()
-        self._watched: dict[str, tuple[ActiveCall, float]] = {}  # an unfinished call of each step, and when to worry
         control.listen(_ASK, lambda rank, number: control.post(_TELL, (number, self._report()), to=rank))
         control.listen(_TELL, self._note)
         control.where_is(others=self.whereabouts)
         if control.size > 1:
             threading.Thread(target=self._watch, name="jaxdist-watchdog", daemon=True).start()
 
-    def whereabouts(self, ranks: Collection[int], step: str = "", call: int = 0) -> str | None:
-        """Where ranks are that do not come; asks them."""
+    def enter(self, what: str) -> ActiveCall:
+        """This rank has entered a call of a step for good, which is in the ledger."""
+        self._newest = ActiveCall(what, self._control.position())
+        return self._newest
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is known to be in a call of a step."""
+        return self._newest is not None and self._newest.finished() is False
+
+    def whereabouts(self, ranks: Collection[int], position: int = 0) -> str | None:
+        """Where ranks are that do not come, to a call of the ledger if one is given; asks them."""
         reports = self._ask(ranks)
         if ranks and 0 in ranks and 0 not in reports:
             ranks = [0]  # the others' answers would come through it
@@ -60,14 +103,11 @@ class Watchdog:
             who, report = self._control.who(rank), reports.get(rank)
             if report is None:
                 absent.append(f"{who} {_SILENT}")
-                continue
-            made = report.committed.get(step, 0)
-            if made >= call > 0:
-                if made == call and step in report.failed:
-                    absent.append(f"{who} left it with {report.failed[step]}")
-            elif not any(self._has_been_in(s, report.committed[s]) for s in report.busy):
-                calls = f"has made {made} call{'s' * (made != 1)} of it and " if call else ""
-                absent.append(f"{who} {calls}is at {report.at}")
+            elif report.position >= position > 0:
+                if report.failed[0] == position:
+                    absent.append(f"{who} left it with {report.failed[1]}")
+            elif not (report.busy and report.position <= self._control.position()):
+                absent.append(f"{who} has entered {report.position} calls and is at {report.at}")
         return "; ".join(absent) or None
 
     @contextlib.contextmanager
@@ -88,59 +128,39 @@ class Watchdog:
         finally:
             ended.set()
 
-    def at_the_end(self, ranks: Collection[int]) -> tuple[dict[int, str], list[str]]:
-        """Where ranks are that have not said goodbye: those that hang at their end, and those still at work."""
-        reports = self._ask(ranks)
-        hanging, working = dict[int, str](), list[str]()
-        for rank in ranks:
-            who, report = self._control.who(rank), reports.get(rank)
-            if report is None:
-                hanging[rank] = f"{who} {_SILENT}"
-            elif report.over:
-                hanging[rank] = f"{who} is at {report.at}"
-            else:
-                working.append(f"{who} is at {report.at}")
-        return hanging, working
-
-    def _has_been_in(self, step: str, call: int) -> bool:
-        progress = self.steps.get(step)
-        return progress is not None and progress.committed >= call
-
     def _watch(self) -> None:
         pause = min(5.0, max(0.05, self._timeout / 20))
+        watched: ActiveCall | None = None
+        deadline = 0.0
         while not self._control.ending:
             time.sleep(pause)
-            for step, progress in list(self.steps.items()):
-                self._look_at(step, progress.current)
+            newest = self._newest
+            if newest is None or newest.finished():  # so are all before it
+                watched = None
+            elif watched is None or watched.finished():
+                watched, deadline = newest, newest.since + self._timeout
+            elif time.monotonic() > deadline:
+                self._judge(watched, newest)
+                # The newer one may have been waiting for long, too.
+                deadline = (time.monotonic() if watched is newest else newest.since) + self._timeout
+                watched = newest
 
-    def _look_at(self, step: str, newest: ActiveCall | None) -> None:
-        if newest is None or newest.finished():  # so are all before it
-            self._watched.pop(step, None)
+    def _judge(self, call: ActiveCall, newest: ActiveCall) -> None:
+        left = self._control.notices.get("bye", {})
+        absent = self.whereabouts([r for r in self._control.others if r not in left], call.position)
+        where = f"{call.what}: rank {self._control.rank} has waited for {time.monotonic() - call.since:.0f} s"
+        if call.finished() or newest.finished():  # while we asked
             return
-        watched, deadline = self._watched.get(step, (None, 0.0))
-        if watched is None or watched.finished():
-            self._watched[step] = newest, newest.since + self._timeout
-        elif time.monotonic() > deadline:
-            left = self._control.notices.get("bye", {})
-            absent = self.whereabouts([r for r in self._control.others if r not in left], step, watched.number)
-            waited = f"has waited for {time.monotonic() - watched.since:.0f} s"
-            where = f"step {step!r}, call {watched.number}: rank {self._control.rank} {waited}"
-            if watched.finished() or newest.finished():  # while we asked
-                return
-            if absent is not None:
-                self._control.fail(
-                    f"{where}, and not every rank has come to it: {absent}. Every rank must make the same calls. If "
-                    f"one may be late by more than {self._timeout:g} s, say so: jaxdist.init(timeout=...)"
-                )
-                return
-            if watched is newest and newest.finished() is False:
-                self._control.say(
-                    f"{where}, and no rank is missing: each is in this call or one before it. A long compilation or a "
-                    "slow step; if it never ends, a deadlock in one's own code, or ranks that can't reach each other"
-                )
-            # The newer one may have been waiting for long, too.
-            since = time.monotonic() if watched is newest else newest.since
-            self._watched[step] = newest, since + self._timeout
+        if absent is not None:
+            self._control.fail(
+                f"{where}, and not every rank has come to it: {absent}. Every rank must make the same calls. If "
+                f"one may be late by more than {self._timeout:g} s, say so: jaxdist.init(timeout=...)"
+            )
+        elif call is newest and newest.finished() is False:
+            self._control.say(
+                f"{where}, and no rank is missing: each is in this call or one before it. A long compilation or a "
+                "slow step; if it never ends, a deadlock in one's own code, or ranks that can't reach each other"
+            )
 
     # --- questions and answers
 
@@ -163,11 +183,22 @@ class Watchdog:
                 self._news.notify_all()
 
     def _report(self) -> _Report:
-        steps = list(self.steps.items())
-        return _Report(
-            {step: p.committed for step, p in steps},
-            [step for step, p in steps if p.busy],
-            {step: p.failed for step, p in steps if p.failed},
-            main_thread_line(),
-            script_is_over(),
-        )
+        newest = self._newest
+        failed = (newest.position, newest.error) if newest is not None and newest.error else (-1, "")
+        return _Report(self._control.position(), self.busy, failed, main_thread_line())
+
+
+def _an_array(tree: Any) -> jax.Array | None:
+    """Some array of a step's result, a small one if there is one; cheap if the result ends in one."""
+    last: Any = tree
+    while isinstance(last, (tuple, list, dict)) and last:
+        last = next(reversed(last.values())) if isinstance(last, dict) else last[-1]
+    if _can_be_asked(last) and last.size <= _SMALL:
+        return last
+    arrays = list(islice((x for x in jax.tree.leaves(tree) if _can_be_asked(x)), 16))  # not all: it takes time
+    return next((x for x in arrays if x.size <= _SMALL), arrays[0] if arrays else None)
+
+
+def _can_be_asked(x: Any) -> TypeGuard[jax.Array]:
+    """Whether it is an array that knows when it is ready: one of random keys does not."""
+    return isinstance(x, jax.Array) and not jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)

@@ -16,7 +16,9 @@ from pathlib import Path
 from jaxdist.control.keys import is_loopback
 
 _FORMS = "`node1 slots=2` (Open MPI), `node1:2` (MPICH) or `node1` (one rank)"
-_LINE = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*)(?::(\d+))?((?:\s+\S+)*)")
+_LINE = re.compile(
+    r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.-]*)(?::(?P<after_colon>\d+)|\s+slots=(?P<slots>\d+))?(?:\s+max[_-]slots=\d+)?"
+)
 _ANSWER_S = 30.0  # for a login shell and a first Python from a slow disk
 # BatchMode: a job can't answer a question.
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
@@ -85,17 +87,10 @@ def _host(where: str, entry: str) -> Host:
     match = _LINE.fullmatch(entry)
     if match is None:
         raise ValueError(f"{where}: {entry!r} is not a host; expected {_FORMS}")
-    name, slots, options = match[1], match[2], match[3].split()
-    for option in options:
-        key, _, value = option.partition("=")
-        if key == "slots" and value.isdigit() and slots is None:
-            slots = value
-        elif key not in ("max_slots", "max-slots") or not value.isdigit():
-            raise ValueError(f"{where}: {option!r} in {entry!r} is not understood; expected {_FORMS}")
-    count = int(slots or 1)
+    count = int(match["after_colon"] or match["slots"] or 1)
     if count < 1:
         raise ValueError(f"{where}: {entry!r} has no slots; leave the host out, or give it at least one")
-    return Host(name, count)
+    return Host(match["name"], count)
 
 
 def forwarded_environment() -> dict[str, str]:

@@ -85,8 +85,7 @@ def launch(
     only_rank: int | None = None,
     on_failure: Callable[[Failed], None],
 ) -> int:
-    """Runs a job to its end, on other hosts through mpirun; returns 0, or the exit code of what failed first. Call it
-    from the main thread."""
+    """Run a job to its end, from the main thread; returns 0, or the exit code of what failed first."""
     if not hosts and size > _RANKS_A_CORE * cores():
         raise ValueError(
             f"{size} ranks on {cores()} cores: expected at most {_RANKS_A_CORE} for each; --hosts has more"

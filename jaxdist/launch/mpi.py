@@ -110,10 +110,7 @@ def _shared_network(hosts: Sequence[Host]) -> str | None:
 
 
 def outside_environment() -> dict[str, str]:
-    """The environment without what an MPI launcher put there, for asking MPI from inside a job.
-
-    With it, a child of a rank would take itself for that rank.
-    """
+    """The environment without an MPI launcher's: with it, a child of a rank would take itself for that rank."""
     launchers = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL", "OPAL_", "MV2_COMM_", "MVP_COMM_")
     return {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
 

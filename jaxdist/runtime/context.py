@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxdist import communicators, connectors, streams
@@ -21,17 +20,15 @@ from jaxdist.connectors import Connector
 from jaxdist.control import failfast
 from jaxdist.control.channel import Control
 from jaxdist.control.watchdog import Watchdog
-from jaxdist.errors import ControlError
 from jaxdist.machine import Kind, Machine, kind_of
 from jaxdist.mesh import Sizes, by_rank, mesh_of, parts_of_batch
 from jaxdist.runtime import farewell, in_lanes, start
-from jaxdist.runtime.control_of import control_of
 
 COMMUNICATORS = ("auto", "xla", "mpi")
 TIMEOUT = 300.0  # seconds
 
 _context: Context | None = None
-_requested: tuple[Any, ...] | None = None
+_requested: tuple[Any, ...] = ()
 _lock = threading.RLock()
 
 T = TypeVar("T")
@@ -76,7 +73,6 @@ class Context:
         self.rank, self.size = connector.rank, connector.size
         self.local_rank, self.local_size = connector.local_rank, connector.local_size
         self.is_root = self.rank == self.root_rank
-        self.exit = failfast.ScriptExit()
         self.communicator = "xla"
         self.rules: Rules | None = None
         self.devices: list[Any] = []
@@ -87,40 +83,10 @@ class Context:
         self._parts: dict[Any, Any] = {}
 
     def only(self, kind: Callable[[Context], T]) -> T:
-        """The one object of this kind in the job, made when it is first asked for.
-
-        Args:
-          kind: makes one, of the context.
-
-        Example:
-          >>> import jaxdist
-          >>> jaxdist.init().only(id) == jaxdist.init().only(id)
-          True
-        """
+        """The one object of this kind in the job, which is made of the context when it is first asked for."""
         if kind not in self._parts:
             self._parts[kind] = kind(self)
         return self._parts[kind]
-
-    def places(self, mesh: Mesh | Sizes) -> dict[str, tuple[int, ...]]:
-        """The places on each axis of a mesh of this process's devices.
-
-        Args:
-          mesh: as for `jaxdist.parallel`.
-
-        Raises:
-          ValueError: the job's devices don't make such a mesh.
-
-        Example:
-          >>> import jaxdist
-          >>> ctx = jaxdist.init()
-          >>> places = ctx.places({"data": -1, "model": 1})
-          >>> places["model"], len(places["data"]) == len(ctx.devices)
-          ((0,), True)
-        """
-        made = mesh_of(mesh, self.devices)
-        own = np.nonzero([[d.process_index == self.rank for d in made.devices.flat]])[1]
-        at = np.unravel_index(own, made.devices.shape)
-        return {name: tuple(map(int, np.unique(k))) for name, k in zip(made.axis_names, at, strict=True)}
 
     def parts(self, mesh: Mesh | Sizes | None = None) -> tuple[tuple[int, ...], int]:
         """Return the parts of a batch that this process passes, and the number of parts.
@@ -249,8 +215,7 @@ def init(
     requested = (connector, communicator, rank, size, lanes)
     with _lock:
         if _context is not None:
-            assert _requested is not None
-            _check_same(_requested, requested)
+            _check_same(_context, _requested, requested)
             return _context
         if not isinstance(communicator, str):
             communicators.check(communicator)
@@ -269,17 +234,17 @@ def init(
         streams.open_closed()  # a daemon may have closed them since the import
         failfast.one_line_for_interrupts()
         found = connectors.connect(connector, timeout=timeout, rank=rank, size=size)
-        ctx = Context(found, control_of(found, timeout), timeout)
+        ctx = Context(found, start.control_of(found, timeout), timeout)
         if ctx.size > 1:
             _write_whole_lines()
-        failfast.install(ctx.control, ctx.exit)  # from here on, a failure of one rank ends the job
+        failfast.install(ctx.control)  # from here on, a failure of one rank ends the job
         if ctx.size > 1 and (problem := streams.taken()):
             raise RuntimeError(f"rank {ctx.rank}: {problem}")
         jax_ = start.jax_started(found, ctx.control, ctx.watchdog, wanted, timeout, number)
         ctx.devices, ctx.hosts, ctx.mesh, ctx.communicator, ctx.kind = jax_
         ctx.num_devices = len(ctx.devices)
         ctx.rules = None if isinstance(communicator, str) else communicator
-        farewell.install(ctx.control, ctx.watchdog, ctx.exit, timeout)
+        farewell.install(ctx.control, ctx.watchdog, timeout)
         _context, _requested = ctx, requested
         return ctx
 
@@ -340,20 +305,14 @@ def _timeout(given: float | None) -> float:
     return seconds
 
 
-def _check_same(before: tuple[Any, ...], now: tuple[Any, ...]) -> None:
+def _check_same(context: Context, before: tuple[Any, ...], now: tuple[Any, ...]) -> None:
+    used = (context.connector.name, context.communicator, context.rank, context.size, context.num_devices)
     names = ("connector", "communicator", "rank", "size", "lanes")
-    defaults = ("auto", "auto", None, None, None)
-    for name, old, new, default in zip(names, before, now, defaults, strict=True):
-        if new is not old and new != old and new != default:
-            assert _context is not None
-            actual = _context.num_devices if name == "lanes" else getattr(_context, name)
-            actual = getattr(actual, "name", actual)
-            if actual == new:
-                continue  # spells out what auto found
+    for name, actual, old, new in zip(names, used, before, now, strict=True):
+        if new not in (None, "auto", old, actual):  # the last spells out what auto found
             raise RuntimeError(
-                f"jaxdist.init({name}={new!r}), but this process already called init with "
-                f"{name}={old!r} (in use: {actual!r}). Call init once, at the start of the "
-                "script, or with the same arguments"
+                f"jaxdist.init({name}={new!r}), but this process already called init with {name}={old!r} (in use: "
+                f"{actual!r}). Call init once, at the start of the script, or with the same arguments"
             )
 
 
@@ -376,6 +335,3 @@ def hosts_of(mesh: Mesh) -> list[Any]:
 
 def _job_of(mesh: Mesh) -> Context | None:
     return _context if _context is not None and set(mesh.devices.flat) <= set(_context.devices) else None
-
-
-__all__ = ["Context", "ControlError", "get_context", "init"]

@@ -19,12 +19,7 @@ class Resources(NamedTuple):
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """UUIDs of the GPUs this process may use, in the order CUDA (and JAX) number them.
-
-    Asks libcuda, which honours CUDA_VISIBLE_DEVICES and cgroups and starts no JAX backend.
-
-    Returns one string per GPU; empty without a driver.
-    """
+    """UUIDs of the GPUs this process may use, as libcuda orders them, which starts no backend; () without a driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -59,11 +54,7 @@ def cuda_plugin() -> bool:
 
 
 def choose_gpu(resources: Sequence[Resources], rank: int) -> int:
-    """The index of the GPU that `rank` takes among those it sees: the first one still free.
-
-    By UUID, so it is right both where every process sees all GPUs of the host and where the launcher shows each process
-    its own.
-    """
+    """The index of the GPU that `rank` takes: the first free one by UUID, for it may see all or its own."""
     beside = [r for r, h in enumerate(resources) if h.host == resources[rank].host]
     taken: set[str] = set()
     for r in beside:
@@ -84,10 +75,7 @@ def choose_gpu(resources: Sequence[Resources], rank: int) -> int:
 
 
 def fair_threads(resources: Sequence[Resources], rank: int) -> int:
-    """Threads for `rank`: each core it may run on counts for 1 / (processes that may run there).
-
-    Returns at least 1.
-    """
+    """Threads for `rank`: each core it may run on counts for 1 / (processes that may run there)."""
     mine = resources[rank]
     users = [h for h in resources if h.host == mine.host]
     share = sum(1 / sum(core in h.cores for h in users) for core in mine.cores)

@@ -1,13 +1,8 @@
-"""One rank of a host compiles a program; the others load what it made.
+"""One rank of a host compiles a program, which takes its lock; the others load what it made, in a millisecond or two.
 
-Every rank compiles the same programs: those of the steps, and all the small ones before them (initialisers, `jnp`
-functions). Here the first that comes to a program takes its lock, compiles, and puts the executable into a folder of
-the job; the others wait and load it, which takes a millisecond or two. A program is known by its text, the compiler's
-options and versions; so ranks whose programs differ compile each its own. The folder is on one machine: executables are
-for its processor.
-
-Nobody depends on another to go on: the lock is the kernel's, which frees it when its holder dies, and who has waited
-for as long as a collective may, finds nothing, or something that can't be loaded, compiles as without all this.
+A program is known by its text, the compiler's options and versions; so ranks whose programs differ compile each one.
+Nobody depends on another to go on: the kernel frees the lock when its holder dies, and who has waited for as long as a
+collective may, finds nothing, or something that can't be loaded, compiles as without all this.
 """
 
 from __future__ import annotations
@@ -16,6 +11,7 @@ import atexit
 import contextlib
 import fcntl
 import hashlib
+import io
 import os
 import platform
 import shutil
@@ -23,53 +19,81 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jaxlib.mlir import ir
+from jaxlib.mlir.passmanager import PassManager
 
 from jaxdist import compat
 from jaxdist.communicators.handles import put_in, take_out
 from jaxdist.control import scratch
-from jaxdist.control.channel import Control
-from jaxdist.runtime.lowered import LoweredProgram
 
+_JAXLIB = version("jaxlib").encode()
 _PREFIX = "jaxdist-programs-"
-_SAY_SECONDS = 10.0  # of waiting, before a line says so; then again after 2, 4, 8, ... times as long
 _MOST = 1 << 28  # bytes of an executable: one that is larger holds arrays, and is compiled by each rank
-Compile = Callable[[LoweredProgram], Any]
 _ALONE = b""  # in place of an executable: each rank compiles it
 
 
-class Offer(NamedTuple):
-    """What a rank tells the others before any backend starts."""
+class LoweredProgram(NamedTuple):
+    """What `jax.jit` compiles."""
 
-    machine: str  # the same for processes that run under one kernel
-    folder: str = ""  # that it made for the executables of its machine; "": another rank does
+    backend: Any  # for which
+    module: ir.Module  # StableHLO
+    devices: Any  # that it runs on
+    options: Any  # of the compiler
+    callbacks: Sequence[Any]  # functions of this process that it calls
+
+    def copy(self) -> LoweredProgram:
+        """One whose module can be changed."""
+        return self._replace(module=ir.Module.parse(_bytecode(self.module), self.module.context))
+
+    def key(self) -> str:
+        """Equal keys, equal executables, but for the number of the device, if it runs on one."""
+        module = self.copy().module
+        with module.context:  # what it computes, not where in the sources that was written
+            PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
+        options = compat.for_any_device(self.options).SerializeAsString()
+        parts = [_bytecode(module), options, _JAXLIB, self.backend.platform_version.encode()]
+        # XLA divides the work of a program among so many threads.
+        parts += [os.environ.get(name, "").encode() for name in ("XLA_FLAGS", "PJRT_NPROC", "NPROC")]
+        parts.append(b"%d" % len(os.sched_getaffinity(0)))
+        return hashlib.sha256(b"".join(len(part).to_bytes(8) + part for part in parts)).hexdigest()
 
 
-def offer(local_rank: int) -> Offer:
-    """Make a folder for the ranks of this machine, on the first of them."""
+def _bytecode(module: ir.Module) -> bytes:
+    out = io.BytesIO()
+    module.operation.write_bytecode(out)
+    return out.getvalue()
+
+
+def machine() -> str:
+    """The same for processes that run under one kernel."""
     try:
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        machine = socket.gethostname()
-    if local_rank or os.environ.get("JAXDIST_COMPILE") == "each":
-        return Offer(machine)
+        return socket.gethostname()
+
+
+def offer(local_rank: int) -> str:
+    """A folder for the ranks of this machine, made by the first of them; "": another rank does."""
+    if local_rank:
+        return ""
     try:
         folder, _ = scratch.make(_PREFIX)  # in use as long as this process lives
     except OSError:
-        return Offer(machine)
+        return ""
     owner = os.getpid()
     atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
-    return Offer(machine, folder)
+    return folder
 
 
-def share(control: Control, timeout: float, offers: Sequence[Offer]) -> None:
-    """From now on share what is compiled with the ranks of this machine, if they have a folder in common."""
-    machine = offers[control.rank].machine
-    folder = next((o.folder for o in offers if o.machine == machine and o.folder), "")
-    if sum(o.machine == machine for o in offers) == 1 or not folder:
+def share(timeout: float, folders: Sequence[str]) -> None:
+    """From now on share what is compiled with the ranks of this machine, by the folder that one of them made."""
+    folder = next(filter(None, folders), "")
+    if len(folders) == 1 or not folder:
         return
     try:
         found = os.lstat(folder)
@@ -78,24 +102,24 @@ def share(control: Control, timeout: float, offers: Sequence[Offer]) -> None:
         scratch.use(folder)
     except OSError:  # another file system: containers
         return
-    compat.on_compile(Executables(control, timeout, Path(folder)), LoweredProgram)
+    compat.on_compile(Executables(timeout, Path(folder)), LoweredProgram)
 
 
 class Executables:
     """Compiles programs for the CPU devices of one machine's ranks, each once."""
 
-    def __init__(self, control: Control, timeout: float, folder: Path):
-        self._control, self._timeout, self._folder = control, timeout, folder
+    def __init__(self, timeout: float, folder: Path):
+        self._timeout, self._folder = timeout, folder
 
-    def __call__(self, compile_: Compile, program: LoweredProgram) -> Any:
+    def __call__(self, compile_: Callable[[LoweredProgram], Any], program: LoweredProgram) -> Any:
         """The executable of a program."""
         if program.callbacks or program.backend.platform != "cpu":  # callbacks are functions of this process
             return compile_(program)
         portable = program.copy()
         handles = take_out(portable.module)
-        entry = self._folder / _key(portable)
+        entry = self._folder / portable.key()
         try:
-            lock = self._turn(entry, program)
+            lock = self._turn(entry)
         except OSError:  # the folder is gone, say
             return compile_(program)
         if lock is None:
@@ -113,40 +137,27 @@ class Executables:
         """What a rank has compiled; None: it is not available."""
         try:
             found = entry.read_bytes()
-            return program.load(put_in(found, handles)) if found != _ALONE else None
+            if found == _ALONE:
+                return None
+            return program.backend.deserialize_executable(put_in(found, handles), program.devices, program.options)
         except (OSError, jax.errors.JaxRuntimeError):
             return None
 
-    def _turn(self, entry: Path, program: LoweredProgram) -> int | None:
-        """Wait until a program is there, or nobody makes it.
-
-        Returns A lock: this rank is to make it. None: it is there, or has been waited for too long.
-        """
+    def _turn(self, entry: Path) -> int | None:
+        """A lock once it is this rank's turn to make a program; None: it is there, or was waited for too long."""
         lock = os.open(f"{entry}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        start, pause, say = time.monotonic(), 0.002, _SAY_SECONDS
+        give_up_at, pause = time.monotonic() + self._timeout, 0.002
         while not entry.exists():
             if _locked(lock):
                 if entry.exists():
                     break
-                os.pwrite(lock, f"{self._control.rank:<8}".encode(), 0)
                 return lock
-            waited = time.monotonic() - start
-            if waited > self._timeout:
+            if time.monotonic() > give_up_at:
                 break
-            if waited > say:
-                self._say(lock, entry, program.name, say)
-                say *= 2
             time.sleep(pause)
             pause = min(0.05, 1.3 * pause)
         _unlock(lock)
         return None
-
-    def _say(self, lock: int, entry: Path, name: str, seconds: float) -> None:
-        """That ranks wait; one of them does."""
-        with contextlib.suppress(OSError, ValueError):
-            os.close(os.open(f"{entry}.{seconds:g}", os.O_CREAT | os.O_EXCL, 0o600))
-            who = self._control.who(int(os.pread(lock, 8, 0)))
-            self._control.say(f"has waited for {seconds:g} s: {who} compiles {name!r} for the ranks of this host")
 
 
 def processor() -> bytes:
@@ -157,14 +168,6 @@ def processor() -> bytes:
         return platform.platform().encode()
     names = ("vendor_id", "model name", "flags", "Features", "CPU implementer", "CPU part")
     return "\n".join(line for line in first if line.startswith(names)).encode()
-
-
-def _key(program: LoweredProgram) -> str:
-    """Equal keys, equal executables."""
-    # XLA divides the work of a program among so many threads.
-    parts = [os.environ.get(name, "").encode() for name in ("XLA_FLAGS", "PJRT_NPROC", "NPROC")]
-    parts += [b"%d" % len(os.sched_getaffinity(0)), *program.content()]
-    return hashlib.sha256(b"".join(len(part).to_bytes(8) + part for part in parts)).hexdigest()
 
 
 def _serialized(executable: Any) -> bytes:

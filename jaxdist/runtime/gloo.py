@@ -39,10 +39,7 @@ def connect(mesh: Mesh, names: Sequence[str]) -> None:
 
 
 def quietly(between: tuple[Any, ...], run: Callable[[], _T]) -> _T:
-    """What a program between CPU processes returns, without gloo's word that it has connected them.
-
-    In the first one between some processes standard output is held, and what else was written there follows.
-    """
+    """What a program between CPU processes returns, without gloo's word in the first that it has connected them."""
     if between in _connected:
         return run()
     with _lock, _held_output():

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 import os
-import resource
-from collections.abc import Sequence
 
 import jax
 
@@ -13,8 +10,6 @@ from jaxdist import compat
 from jaxdist.control.channel import Control
 
 _MOST = 1024
-_OTHERS = 200
-"""Files that a process opens beside its lanes' connections."""
 
 
 def asked(given: int | None) -> int | None:
@@ -22,43 +17,26 @@ def asked(given: int | None) -> int | None:
     name, value = ("lanes", given) if given is not None else ("JAXDIST_LANES", os.environ.get("JAXDIST_LANES") or None)
     if value is None:
         return None
-    number = 0
-    if isinstance(value, str):
-        number = int(value) if value.isdecimal() else 0
-    elif hasattr(value, "__index__") and not isinstance(value, bool):
-        number = operator.index(value)
+    number = int(str(value)) if str(value).isdecimal() else 0
     if not 1 <= number <= _MOST:
         raise ValueError(f"{name}={value!r}: expected a positive number of lanes, such as 8, and at most {_MOST}")
     return number
 
 
-def check(control: Control, lanes: Sequence[int | None], platform: str, wanted: str) -> None:
+def check(control: Control, lanes: int | None, platform: str, wanted: str) -> None:
     """Refuse lanes that can't be."""
     rank, size = control.rank, control.size
-    if len(set(lanes)) > 1:
-        other = next(r for r, n in enumerate(lanes) if n != lanes[0])
-        raise ValueError(
-            f"rank {rank}: lanes={lanes[0]} on {control.who(0)} and lanes={lanes[other]} on {control.who(other)}: give "
-            "the same number (or JAXDIST_LANES) on every rank"
-        )
-    if lanes[0] is None:
+    if lanes is None:
         return
     if platform != "cpu":
         raise ValueError(
-            f"rank {rank}: lanes={lanes[0]} are CPU devices, and this job would run on GPUs, where a process has one. "
+            f"rank {rank}: lanes={lanes} are CPU devices, and this job would run on GPUs, where a process has one. "
             "Set JAX_PLATFORMS=cpu, or leave lanes out: the same number of GPUs gives the same sums"
         )
-    if lanes[0] % size:
+    if lanes % size:
         raise ValueError(
-            f"rank {rank}: {size} processes for lanes={lanes[0]}: they share the lanes out evenly, so the number of "
-            f"processes has to divide {lanes[0]}"
-        )
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    connections = lanes[0] // size * (lanes[0] - 1) if size > 1 else 0
-    if connections > files - _OTHERS:
-        raise ValueError(
-            f"rank {rank}: lanes={lanes[0]}: gloo connects each lane with each other one, {connections} connections of "
-            f"this process, and it may open {files} files (ulimit -n). Use fewer lanes, or more processes"
+            f"rank {rank}: {size} processes for lanes={lanes}: they share the lanes out evenly, so the number of "
+            f"processes has to divide {lanes}"
         )
     if wanted == "mpi":
         raise ValueError(
@@ -71,7 +49,7 @@ def start(control: Control, lanes: int) -> None:
     """Have this process's lanes as its devices; before the backend starts.
 
     As many threads for XLA on each process, however many cores it has: XLA divides a program's work by the number of
-    threads (`compat.cpu_threads`), and sums over the rows of a tall array had other bits with another number.
+    threads (`_set_up_cpus`), and sums over the rows of a tall array had other bits with another number.
     """
     if compat.backend_started():
         raise too_late(control, lanes)

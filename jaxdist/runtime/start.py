@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -49,15 +49,39 @@ class _Told(NamedTuple):
     """What a rank tells the others before any backend starts."""
 
     resources: devices.Resources
-    compiler: compiler.Compiler
+    facts: dict[str, str]  # of what makes its programs
     communicator: str
     problem: str  # why it is not "mpi"
-    offer: executables.Offer
+    machine: str
+    folder: str  # for executables
     over_gloo: bool  # and nothing has begun that would not know of it
     processor: bytes
     threads: int  # of XLA that its environment asks for; 0: it does not
     kind: Kind | None  # that it is told to weigh for
     lanes: int | None
+
+
+def control_of(connector: Connector, timeout: float) -> Control:
+    """The channel beside the training: the connector's own, else a new one on a free port of the root."""
+    own = getattr(connector, "control", None)
+    if isinstance(own, Control):
+        return own
+    rank, size = connector.rank, connector.size
+    if size == 1:
+        return Control(0, 1)
+    one_host = connector.local_size == size
+    server = rendezvous.bind("127.0.0.1" if one_host else "", [0]) if rank == 0 else None
+    where = None
+    if server is not None:
+        ips = [] if one_host else rendezvous.interface_addresses()
+        where = (socket.gethostname(), ips, server.getsockname()[1], secrets.token_bytes())
+    host, ips, port, secret = connector.broadcast(where, 0)
+    names = ["127.0.0.1"] if one_host or host == socket.gethostname() else []
+    names += [] if one_host else [*ips, host]
+    return Control(
+        rank, size, [(name, port) for name in names], server=server,
+        key=secret, timeout=timeout, abort=connector.abort,
+    )  # fmt: skip
 
 
 def jax_started(
@@ -81,7 +105,7 @@ def jax_started(
     found = _devices_of_all(control, lanes)
     mesh = _mesh(found)
     if own.resources.platform == "cpu":
-        executables.share(control, timeout, [each.offer for each in told])
+        executables.share(timeout, [each.folder for each in told if each.machine == own.machine])
     # Beside MPI only where nothing can stand between: it is for programs of the user's own with XLA's collectives.
     if own.over_gloo and (communicator != "mpi" or _one_host(control)):
         control.barrier(timeout)
@@ -106,23 +130,28 @@ def _told_by_this_rank(connector: Connector, control: Control, wanted: str, lane
     platform = devices.wanted_platform(compat.platforms_asked(), gpus)
     return _Told(
         devices.Resources(socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))), gpus, platform),
-        compiler.compiler_of(os.environ.get("XLA_FLAGS", "")),
+        compiler.facts(os.environ.get("XLA_FLAGS", "")) | {"platform": platform, "lanes": str(lanes)},
         *communicator_of.several(control.size, connector.name, "xla" if lanes else wanted, platform),
+        executables.machine(),
         executables.offer(connector.local_rank),
         platform == "cpu" and not compat.backend_started(),
         executables.processor(),
-        compat.cpu_threads_asked(),
+        _threads_asked(),
         asked_for(platform),
         lanes,
     )
 
 
+def _threads_asked() -> int:
+    asked = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC", "")
+    return int(asked) if asked.isdecimal() else 0
+
+
 def _agreed(connector: Connector, control: Control, told: list[_Told], wanted: str) -> str:
     """The communicator of all ranks, which are alike in all that they have to be alike in."""
     mine = told[control.rank]
-    _check_platforms(control, [each.resources for each in told])
-    in_lanes.check(control, [each.lanes for each in told], mine.resources.platform, wanted)
-    compiler.check_same([each.compiler for each in told], control.who)
+    compiler.check_same([each.facts for each in told], control.who)
+    in_lanes.check(control, mine.lanes, mine.resources.platform, wanted)
     errors = [(r, each.problem) for r, each in enumerate(told) if each.problem]
     if errors and wanted != "auto":
         kind = ImportError if "Install" in errors[0][1] else ValueError
@@ -141,10 +170,12 @@ def _set_up_cpus(control: Control, told: list[_Told], communicator: str) -> None
     else:
         jax.config.update("jax_num_cpu_devices", 1)  # whatever XLA_FLAGS asks for
         if communicator == "xla":
-            compiler.check_processors([each.processor for each in told], mine.compiler.flags, control.who)
-        # As many on all ranks: XLA orders a program's messages by it, and between CPUs these have no names.
+            compiler.check_processors([each.processor for each in told], mine.facts, control.who)
+        # As many on all ranks: XLA orders a program's messages by it, and between CPUs these have no names. The pool of
+        # XLA's CPU client ignores OMP_NUM_THREADS; it reads PJRT_NPROC, then NPROC (`DefaultThreadPoolSize`).
         resources = [each.resources for each in told]
-        compat.cpu_threads(min(each.threads or devices.fair_threads(resources, r) for r, each in enumerate(told)))
+        threads = min(each.threads or devices.fair_threads(resources, r) for r, each in enumerate(told))
+        os.environ["PJRT_NPROC"] = str(threads)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if not compat.platforms_asked():
         jax.config.update("jax_platforms", "cpu")  # no probing for TPUs on every rank
@@ -163,9 +194,8 @@ def _devices_of_all(control: Control, lanes: int | None) -> list[Any]:
 def _alone(connector: Connector, control: Control, wanted: str, lanes: int | None) -> Started:
     _check_alone(connector)
     if lanes:
-        in_lanes.check(
-            control, [lanes], devices.wanted_platform(compat.platforms_asked(), devices.visible_gpus()), wanted
-        )
+        platform = devices.wanted_platform(compat.platforms_asked(), devices.visible_gpus())
+        in_lanes.check(control, lanes, platform, wanted)
         in_lanes.start(control, lanes)
     found = list(jax.local_devices())
     communicator = "lanes" if lanes else communicator_of.alone(wanted, len(found))
@@ -188,16 +218,6 @@ def _mesh(found: list[Any]) -> Mesh:
     return Mesh(np.array(found), (AXIS,), axis_types=(AxisType.Auto,))
 
 
-def _check_platforms(control: Control, resources: list[devices.Resources]) -> None:
-    platforms = {h.platform for h in resources}
-    if len(platforms) > 1:
-        cpu = [control.who(r) for r, h in enumerate(resources) if h.platform == "cpu"]
-        raise ValueError(
-            f"rank {control.rank}: some ranks would run on GPUs and some on CPUs ({', '.join(cpu)}): "
-            "install jax[cuda12] and the driver everywhere, or set JAX_PLATFORMS=cpu everywhere"
-        )
-
-
 def _start_distributed(control: Control, watchdog: Watchdog, local_ids: list[int] | None, timeout: float) -> None:
     rank, size = control.rank, control.size
     if jax.distributed.is_initialized():
@@ -209,7 +229,11 @@ def _start_distributed(control: Control, watchdog: Watchdog, local_ids: list[int
         )
     compat.quiet_distributed()
     address = control.exchange("coordinator", _free_address(control) if rank == 0 else None, timeout)[0]
-    with watchdog.over("the start of jax.distributed"), _past_proxies(address):
+    # gRPC would go through the proxy of the environment, also to this host.
+    past, no_proxy = "no_grpc_proxy", os.environ.get("no_proxy")
+    here = address.rpartition(":")[0].strip("[]")
+    os.environ[past] = ",".join(filter(None, [os.environ.get(past, no_proxy), here]))
+    with watchdog.over("the start of jax.distributed"):
         if rank > 0:
             _await_listener(address, min(timeout, 5.0))
         jax.distributed.initialize(
@@ -240,23 +264,6 @@ def _await_listener(address: str, seconds: float) -> None:
         with contextlib.suppress(OSError), socket.create_connection((ip.strip("[]"), int(port)), 1.0):
             return
         time.sleep(0.005)
-
-
-@contextlib.contextmanager
-def _past_proxies(address: str) -> Iterator[None]:
-    """gRPC would go through the proxy of the environment, also to this host."""
-    before = {name: os.environ.get(name) for name in ("no_proxy", "no_grpc_proxy")}
-    ip = address.rpartition(":")[0].strip("[]")
-    for name, value in before.items():
-        os.environ[name] = ",".join(filter(None, [value, ip]))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _one_host(control: Control) -> bool:

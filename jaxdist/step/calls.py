@@ -18,7 +18,7 @@ from jaxdist.agreement.description import Description, list_ranks, unlike_the_ro
 from jaxdist.agreement.ledger import Entry, Ledger
 from jaxdist.agreement.turns import Turns
 from jaxdist.compat import trace_settings
-from jaxdist.control.progress import Progress
+from jaxdist.control.watchdog import ActiveCall
 from jaxdist.errors import in_words
 from jaxdist.ir.fingerprint import type_text
 from jaxdist.placements.layouts import Layout, Padded, physical
@@ -53,11 +53,12 @@ class Calls:
         announce: Callable[[Program], None],
     ):
         self.name, self.number = base, 0
+        self._entered = 0  # the last call that this rank has entered for good
+        self._active: ActiveCall | None = None
         self._settings, self._context, self._placer = settings, context, placer
         self._cache, self._reader, self._signatures, self._announce = cache, reader, signatures, announce
         self._ledger, self._turns = context.only(Ledger), context.only(Turns)
         self._several = context.size > 1
-        self._steps = context.watchdog.steps
         self._latest: dict[Any, Known] = {}  # by structure
         self._known: dict[Any, Known] = {}
         self._agreed: set[bytes] = set()  # digests of calls that all ranks have made
@@ -75,8 +76,7 @@ class Calls:
         if not self.number:
             count = next(_names.setdefault(self.name, itertools.count()))
             self.name += f"#{count}" * bool(count)
-            self._steps.setdefault(self.name, Progress())
-        self.number = self._steps[self.name].committed + 1
+        self.number, self._active = self._entered + 1, None
         self._ledger.check_all_here(self.name)
 
     def find(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> tuple[Known, Sequence[Any]]:
@@ -296,11 +296,13 @@ class Calls:
         """The program is about to run: nothing stops this rank from its collectives."""
         if self._several:
             self._ledger.enter(known.entry)
-        self._steps[self.name].commit(self.number, watched=self._several)
+            self._active = self._context.watchdog.enter(f"step {self.name!r}, call {self.number}")
+        self._entered = self.number
 
     def failed(self, error: BaseException) -> None:
         """The call has ended with an error."""
-        self._steps[self.name].fail(self.number, type(error).__name__)
+        if self._active is not None:
+            self._active.finish(None, type(error).__name__)
         if self._several:
             self._ledger.failed(error)
         self._context.control.process.stay_if_ending()  # its cause may be that another rank has left
@@ -308,10 +310,9 @@ class Calls:
     def returned(self, result: object) -> None:
         """The program has returned, and may still run."""
         if self._several:
-            call = self._steps[self.name].current
-            assert call is not None
-            call.finish(result)
-            self._turns.dispatched(call.output)
+            assert self._active is not None
+            self._active.finish(result)
+            self._turns.dispatched(self._active.output)
 
 
 def _type(x: Any) -> Any:

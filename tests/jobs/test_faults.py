@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,9 +81,6 @@ FAULTS = [
     Fault("eager_between", (*CALLS, "allreduce"), (HAND,)),
     Fault("eager_between 0 barrier", ("step 'step'", "barrier"), (MPIRUN,)),
     Fault("changed_copy", (*CALLS, "w['b']"), (HAND,)),
-    # The end of a script.
-    Fault("hangs_at_exit", (WHO, line("time.sleep(100))")), (HAND,), env=SHORT),
-    Fault("step_at_exit", ("rank 1",), (HAND,)),
     # No faults.
     Fault("slow", ("rank 0", "no rank is missing"), (HAND,), code=0, env={"JAXDIST_TIMEOUT": "1"}),
     Fault("ends_late", ("LATE", WHO), (RUN,), code=0, env=SHORT),
@@ -159,18 +155,6 @@ def test_a_signal_to_the_launcher_ends_all_its_ranks(number: signal.Signals, cod
     assert "THROUGH" not in result.stdout
     if number == signal.SIGINT:
         assert "Traceback" not in result.output, result.output
-
-
-@pytest.mark.mpi
-@pytest.mark.slow
-def test_ctrl_c_of_a_rank_that_is_stuck_in_native_code() -> None:
-    job = start(MPIRUN, Fault("stuck_in_native_code", ()))
-    found = pids(job.wait_for(lambda text: "READY" in text))
-    time.sleep(1)  # to be inside
-    os.kill(found[1], signal.SIGINT)
-    result = job.end(60)
-    assert result.returncode != 0
-    assert "rank 1] interrupted" in result.output
 
 
 @pytest.mark.slow

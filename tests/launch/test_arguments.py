@@ -40,7 +40,7 @@ def test_what_is_refused(words: list[str], tokens: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [
-        ("node1\n\nnode2 slot=2\n", ["line 3", "'slot=2'"]),
+        ("node1\n\nnode2 slot=2\n", ["line 3", "slot=2"]),
         ("node1\nnode2:two\n", ["line 2", "node2:two"]),
         ("node1 slots=2\nnode1:2\n", ["line 2", "node1"]),
         ("node1 slots=0\n", ["line 1", "slots=0"]),

@@ -140,7 +140,7 @@ def without(env: Mapping[str, str], *names: str) -> dict[str, str]:
         ),
         ("tcp://h:5", {}, {}, ["RANK", "WORLD_SIZE"]),
         ("tcp://h:5", {}, {"rank": 0}, ["WORLD_SIZE"]),
-        ("tcp://h:5", {}, {"rank": 2, "size": 2}, ["rank 2", "size 2"]),
+        ("tcp://h:5", {}, {"rank": 2, "size": 2}, ["RANK", "'2'"]),
         ("slurm", {"SLURM_NTASKS": "2"}, {}, ["SLURM_PROCID", "SLURM_JOB_ID", "SLURM_NODELIST"]),
         *(("slurm", BATCH | {"SLURM_NODELIST": x}, {}, [x]) for x in ("node[1-2", "node[]", "node]")),
         ("mpl", {}, {}, ["'mpl'", "auto", "mpi", "slurm", "env"]),
@@ -217,10 +217,10 @@ def test_two_ranks_by_torchruns_variables_whose_own_port_is_left_alone() -> None
         port = str(agent.getsockname()[1])
         shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
         for rank in range(2):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(1 - rank), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "True"}
             job.start([*WHO, "env://"], shared | own)
         done = job.end(60)
-    assert said(done) == [["env", str(r), "2", str(1 - r), "2", "xla"] for r in range(2)], done.output
+    assert said(done) == [["env", str(r), "2", str(r), "2", "xla"] for r in range(2)], done.output
 
 
 def test_two_ranks_at_an_address() -> None:

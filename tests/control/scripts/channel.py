@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
-import pkgutil
-import socket
 import sys
 import time
 from pathlib import Path
@@ -53,14 +49,8 @@ def waits() -> None:
 
 
 def joins() -> None:
-    """As the rank and of the size that are given, at an address; perhaps as another user of the host."""
-    url, rank, size, user = ARGUMENTS
-    if user:  # which may read nothing of this one's, so everything is imported before
-        for module in pkgutil.walk_packages(jaxdist.__path__, "jaxdist."):
-            with contextlib.suppress(ImportError):
-                importlib.import_module(module.name)
-        socket.getaddrinfo("127.0.0.1", 1)
-        os.seteuid(int(user))
+    """As the rank and of the size that are given, at an address."""
+    url, rank, size = ARGUMENTS
     try:
         ctx = jaxdist.init(url, rank=int(rank), size=int(size))
     except (TimeoutError, ValueError) as error:

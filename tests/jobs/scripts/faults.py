@@ -117,14 +117,6 @@ def trains() -> None:
         time.sleep(0.1)
 
 
-def stuck_in_native_code() -> None:
-    train(1)
-    if ODD:
-        print(f"READY {ctx.rank} {os.getpid()}", flush=True)
-        jaxdist.barrier()
-    time.sleep(100)
-
-
 def leaves_early() -> None:
     train(2 if ODD else 5)
 
@@ -272,17 +264,6 @@ def ends_late() -> None:
     if ODD:
         time.sleep(4)
         print("LATE", flush=True)
-
-
-def hangs_at_exit() -> None:
-    if ODD:
-        atexit.register(lambda: time.sleep(100))
-
-
-def step_at_exit() -> None:
-    w = train(3)
-    if ODD:
-        atexit.register(lambda: step(w, batch()))
 
 
 def error_at_exit() -> None:

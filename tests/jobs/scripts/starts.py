@@ -163,14 +163,14 @@ def connects() -> None:
     from harness.listening import listening
 
     import jaxdist
-    from jaxdist.connectors.tcp import from_env  # private: to make one of the user's own of it
+    from jaxdist.connectors.tcp import connect  # private: to make one of the user's own of it
 
     class Mine:
         name = "mine"
 
         def __init__(self) -> None:
-            inner = from_env(30)
-            for name in ("rank", "size", "local_rank", "local_size", "barrier", "broadcast", "abort"):
+            inner = connect("env://", 30)
+            for name in ("rank", "size", "local_rank", "local_size", "broadcast", "abort"):
                 setattr(self, name, getattr(inner, name))
 
     ports, started = set(), threading.Event()

@@ -1,13 +1,12 @@
-"""What grain's worker processes share with the process that started them."""
+"""Processes: what grain's workers share with the one that started them, and how Python ends its threads."""
 
 from __future__ import annotations
 
 import functools
 import multiprocessing
 import os
-import sys
 import threading
-from multiprocessing import resource_tracker
+from collections.abc import Callable
 from typing import Any
 
 
@@ -40,14 +39,14 @@ def end_with_parent() -> None:
         threading.Thread(target=wait, args=(parent,), daemon=True).start()
 
 
-def start_quiet_tracker() -> None:
-    """Have what removes the semaphores and shared memory of a process that is killed do so without a word.
+def before_threads_end(call: Callable[[], None]) -> None:
+    """Run something when the main thread is at its end and executors of other threads still work.
 
-    It is a process of Python's, started with the first semaphore. After a rank that has failed it would list what it
-    removes on standard error, behind the cause. Filters are given to it by `sys.warnoptions` alone.
+    `atexit` is too late for what a thread does with orbax meanwhile: before Python waits for its threads it forbids
+    new work for executors (`concurrent.futures.thread._python_exit`, which registers itself in the same way; what
+    registered last runs first). Python 3.9-3.14 have this and nothing public.
     """
-    sys.warnoptions.append("ignore:resource_tracker")
-    try:
-        resource_tracker.ensure_running()
-    finally:
-        sys.warnoptions.remove("ignore:resource_tracker")
+    import concurrent.futures.process
+    import concurrent.futures.thread  # noqa: F401
+
+    threading._register_atexit(call)  # pyright: ignore[reportAttributeAccessIssue]
