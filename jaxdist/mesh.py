@@ -152,12 +152,6 @@ def along(axes: Sequence[Axis], names: Collection[str]) -> Groups | None:
     return tuple(tuple(map(int, row)) for row in rows)
 
 
-def in_hosts_and_across(devices: int, in_host: int) -> tuple[Groups | None, Groups | None]:
-    """The devices of each host, of which so many in a row are on one; and those that have the same place on theirs."""
-    axes = Axis(GROUP, devices // in_host), Axis(AXIS, in_host)
-    return along(axes, [AXIS]), along(axes, [GROUP])
-
-
 def on_each_host(hosts: Sequence[Any]) -> int:
     """How many devices in a row each host has; 0: not as many on each, or not in a row."""
     each = Counter(hosts)

@@ -49,17 +49,17 @@ class Lowering(Protocol):
     def run(self, closed: Any, *args: Any) -> list[Any]: ...
 
 
-def lowering(communicator: str | Rules, mesh: Mesh, hosts: tuple[int, int] = (0, 0)) -> Lowering:
+def lowering(communicator: str | Rules, mesh: Mesh) -> Lowering:
     """The lowering rules of a communicator."""
     if not isinstance(communicator, str) or communicator == "xla":
         from jaxdist.communicators.xla import GlooLowering, XlaLowering
 
-        own = GlooLowering(len(mesh.axis_names), hosts) if _over_gloo(mesh) else XlaLowering()
+        own = GlooLowering() if _over_gloo(mesh) else XlaLowering()
         return own if isinstance(communicator, str) else own.with_rules(communicator)
     if communicator == "mpi":
         from jaxdist.communicators.mpi import MpiLowering
 
-        return MpiLowering(axes_of_mesh(mesh), ranks_of(mesh), hosts)
+        return MpiLowering(axes_of_mesh(mesh), ranks_of(mesh))
     if communicator == "lanes":
         from jaxdist.communicators.lanes import LanesLowering
 

@@ -7,10 +7,29 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn, Primitive
 
-from jaxdist.ir.primitives import slices
+from jaxdist.ir.interpreter import Rule
+from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, joined, reduce_shard_p, slices
 
 Move = Callable[[Any], Any]
+
+
+def rules(among: Callable[[JaxprEqn], tuple[int, Move, Move, Callable[..., Any]]]) -> dict[Primitive, Rule]:
+    """Those (see `ir.interpreter`) of the collectives that placements emit. `among`: how many devices each is between,
+    their all-to-all of the rows of an array, their all-gather, and their sum of ``(x, wire)``."""
+
+    def all_reduce(_: Any, eqn: JaxprEqn, x: Any) -> Any:
+        return among(eqn)[3](x, eqn.params["wire"]) if x.size else jnp.zeros(x.shape, x.dtype)
+
+    def scatter(_: Any, eqn: JaxprEqn, x: Any) -> Any:
+        size, to_all, *_ = among(eqn)
+        return added_up(slices(x, eqn.params["dim"], size), eqn.params["wire"] or x.dtype, to_all).astype(x.dtype)
+
+    def gather(_: Any, eqn: JaxprEqn, x: Any) -> Any:
+        return joined(among(eqn)[2](x), eqn.params["dim"], eqn.params["size"])
+
+    return {all_reduce_p: all_reduce, reduce_shard_p: scatter, gather_shards_p: gather}
 
 
 def all_reduce(x: Any, wire: str, size: int, all_to_all: Move, all_gather: Move) -> Any:
@@ -22,11 +41,6 @@ def all_reduce(x: Any, wire: str, size: int, all_to_all: Move, all_gather: Move)
     mine = added_up(slices(x.reshape(-1), 0, size), wire, all_to_all)
     whole = all_gather(mine.astype(wire)).reshape(-1)
     return whole[: x.size].reshape(x.shape).astype(x.dtype)
-
-
-def reduce_scatter(x: Any, dim: int, wire: str | None, size: int, all_to_all: Move) -> Any:
-    """This device's slice along `dim` of the sum of `x` over the devices; see `all_reduce`."""
-    return added_up(slices(x, dim, size), wire or x.dtype, all_to_all).astype(x.dtype)
 
 
 def added_up(parts: Any, wire: Any, all_to_all: Move) -> Any:

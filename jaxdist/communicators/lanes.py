@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from jaxdist.communicators import exchange
-from jaxdist.communicators.xla import GlooLowering, all_gather, extreme
+from jaxdist.communicators.xla import Axes, GlooLowering, all_gather, extreme
 from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of
 from jaxdist.ir.primitives import group_reduce_p
 
@@ -33,7 +33,7 @@ class LanesLowering(GlooLowering):
         super().__init__()
         self.rules |= {p.psum_p: self._sum, group_reduce_p: self._group_sum}
 
-    def _total(self, axes: tuple[str, ...], x: Any, wire: str | None, groups: Sequence[Sequence[int]] | None) -> Any:
+    def _total(self, axes: Axes, x: Any, wire: str | None, groups: Sequence[Sequence[int]] | None = None) -> Any:
         size = len(groups[0]) if groups else lax.axis_size(axes)
         if x.nbytes * size <= _AT_ONCE:
             return exchange.summed(all_gather(axes, x.astype(wire or x.dtype), groups)).astype(x.dtype)

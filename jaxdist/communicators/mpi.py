@@ -25,12 +25,11 @@ from jax.interpreters import mlir
 
 from jaxdist import compat
 from jaxdist.communicators import exchange
-from jaxdist.communicators.by_hosts import ByHosts, rules
 from jaxdist.communicators.mpi_groups import library, of_group
 from jaxdist.ir.control_flow import CHECKPOINT, bodies
 from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of, retrace
 from jaxdist.ir.primitives import FETCHED, group_reduce_p, slices
-from jaxdist.mesh import Axis, Groups, along
+from jaxdist.mesh import Axis, along
 
 MOST = 2**31 - 1
 """Elements of one message: mpi4jax hands MPI a C int. Longer ones travel in pieces."""
@@ -89,12 +88,10 @@ def _mpi_type(dtype: Any) -> int:
 class MpiLowering(Interpreter):
     """Evaluates a step's jaxpr on one process of a ``shard_map``, its collectives as MPI calls in program order."""
 
-    def __init__(
-        self, axes: Sequence[Axis], ranks: tuple[int, ...], hosts: tuple[int, int] = (0, 0), order: Any = None
-    ):
+    def __init__(self, axes: Sequence[Axis], ranks: tuple[int, ...], order: Any = None):
         super().__init__(
             {
-                **rules(self._among),
+                **exchange.rules(self._among),
                 group_reduce_p: lambda _, eqn, x: self._reduced(eqn, x, eqn.params["op"]),
                 p.psum_p: lambda _, eqn, x: self._reduced(eqn, x, "sum"),
                 p.pmax_p: lambda _, eqn, x: self._reduced(eqn, x, "max"),
@@ -107,32 +104,26 @@ class MpiLowering(Interpreter):
                 **FETCHED,
             }
         )
-        self.axes, self.ranks, self.hosts = axes, ranks, hosts
+        self.axes, self.ranks = axes, ranks
         self._token = lax.create_token() if order is None else self._fork(order)
 
     # --- the calls
 
-    def _among(self, eqn: JaxprEqn) -> ByHosts:
-        """The collectives among the devices that an equation's collective is between."""
-        ours = self._groups(eqn)
-        size = self._of(ours).Get_size()
-        if ours is None:
-            return ByHosts(size, self._to_all, self._from_all, self._sum, *self.hosts)
-        to_all, from_all = (lambda x, groups, move=move: move(x, ours) for move in (self._to_all, self._from_all))
-        return ByHosts(size, to_all, from_all, lambda x, wire, groups: self._sum(x, wire, ours), 0, 0)
+    def _among(self, eqn: JaxprEqn) -> tuple[Any, ...]:
+        comm = self._comm(eqn)
+        moves = self._to_all, self._from_all, self._sum
+        return comm.Get_size(), *(functools.partial(move, comm) for move in moves)
 
-    def _to_all(self, parts: Any, groups: Groups | None) -> Any:
-        return self._exchange("alltoall", self._of(groups), parts, parts.shape)
+    def _to_all(self, comm: Any, parts: Any) -> Any:
+        return self._exchange("alltoall", comm, parts, parts.shape)
 
-    def _from_all(self, part: Any, groups: Groups | None) -> Any:
-        comm = self._of(groups)
+    def _from_all(self, comm: Any, part: Any) -> Any:
         return self._exchange("allgather", comm, part, (comm.Get_size(), *part.shape))
 
-    def _sum(self, x: Any, wire: str | None, groups: Groups | None) -> Any:
-        comm = self._of(groups)
+    def _sum(self, comm: Any, x: Any, wire: str | None) -> Any:
         if wire is None:
             return self._all_reduce(comm, x, "sum")
-        to_all, from_all = (functools.partial(move, groups=groups) for move in (self._to_all, self._from_all))
+        to_all, from_all = (functools.partial(move, comm) for move in (self._to_all, self._from_all))
         return exchange.all_reduce(x, wire, comm.Get_size(), to_all, from_all)
 
     def _all_reduce(self, comm: Any, x: Any, op: str) -> Any:
@@ -219,19 +210,12 @@ class MpiLowering(Interpreter):
         return jnp.where(source != null, restore(out), jnp.zeros((), x.dtype))
 
     def _comm(self, eqn: JaxprEqn, axes: tuple[Any, ...] | None = None) -> Any:
-        return self._of(self._groups(eqn, axes))
-
-    def _groups(self, eqn: JaxprEqn, axes: tuple[Any, ...] | None = None) -> Groups | None:
-        """The devices among which an equation's collective takes place; None: all of them."""
+        """The communicator of the devices among which an equation's collective takes place."""
         names = axes or axes_of(eqn)
         ours, groups = along(self.axes, names), groups_of(eqn)
         if not {axis.name for axis in self.axes}.issuperset(names) or (groups and ours):
             self._unsupported(self, eqn)
-        return ours if groups is None else tuple(map(tuple, groups))
-
-    def _of(self, groups: Groups | None) -> Any:
-        """The communicator of one's own group."""
-        return of_group(self.ranks, groups)
+        return of_group(self.ranks, ours if groups is None else tuple(map(tuple, groups)))
 
     def _unsupported(self, _: Interpreter, eqn: JaxprEqn, *args: Any) -> Any:
         raise NotImplementedError(
@@ -252,7 +236,7 @@ class MpiLowering(Interpreter):
         return _bind("order", "allreduce", x, token, (), _reduction(library().COMM_SELF, 1, np.int32, "sum"))
 
     def _inner(self, order: Any, closed: ClosedJaxpr, *args: Any) -> tuple[Any, list[Any]]:
-        rules = MpiLowering(self.axes, self.ranks, self.hosts, order)
+        rules = MpiLowering(self.axes, self.ranks, order)
         outs = rules.run(closed, *args)
         return rules._join(), outs
 

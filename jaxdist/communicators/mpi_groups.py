@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxdist.connectors.mpi import in_environment
-from jaxdist.mesh import Groups, in_hosts_and_across
+from jaxdist.mesh import Groups
 
 
 @functools.cache
@@ -32,14 +32,6 @@ def world(rank: int) -> Any:
 def _parent(rank: int) -> Any:
     """Where groups are made: not on `world`, in which a step may be under way."""
     return library().COMM_WORLD.Split(0, key=rank)
-
-
-def with_hosts(rank: int, size: int, in_host: int) -> None:
-    """Make the communicators of a step on several hosts; every rank calls it together."""
-    world(rank)
-    if in_host:
-        for groups in in_hosts_and_across(size, in_host):
-            _group(rank, next(one for one in groups or () if rank in one))
 
 
 @functools.cache

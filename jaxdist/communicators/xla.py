@@ -15,7 +15,6 @@ from jax.extend.core import primitives as p
 
 from jaxdist import compat
 from jaxdist.communicators import exchange
-from jaxdist.communicators.by_hosts import ByHosts, rules
 from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of
 from jaxdist.ir.primitives import (
     FETCHED,
@@ -89,17 +88,15 @@ class GlooLowering(XlaLowering):
     * XLA would widen 16-bit floats on their way: compressed gradients are exchanged bit for bit.
     * XLA puts collectives that do not depend on each other into an order, on another processor perhaps into another:
       each has a number in its name, so that `jaxdist.runtime.order` can tell which is which.
-    * Gloo knows nothing of hosts: see `jaxdist.communicators.by_hosts`.
     """
 
-    def __init__(self, axes: int = 1, hosts: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._axes, self._hosts = axes, hosts
         self.rules = {
             **dict.fromkeys((p.psum_p, p.all_gather_p, p.all_to_all_p, p.ppermute_p, p.ragged_all_to_all_p), _as_is),
             **self.rules,
             compat.reduce_scatter_p: self._reduce_scatter,
-            **rules(self._among),
+            **exchange.rules(self._among),
         }
         self._numbers = itertools.count(1)
 
@@ -109,11 +106,9 @@ class GlooLowering(XlaLowering):
         with jax.named_scope(f"collective_{next(self._numbers)}"):
             return super().eval_eqn(eqn, *args)
 
-    def _among(self, eqn: JaxprEqn) -> ByHosts:
+    def _among(self, eqn: JaxprEqn) -> tuple[Any, ...]:
         axes = eqn.params["axes"]
-        to_all, from_all, total = (functools.partial(move, axes) for move in (all_to_all, all_gather, self._total))
-        hosts = self._hosts if len(axes) == self._axes else (0, 0)
-        return ByHosts(lax.axis_size(axes), to_all, from_all, total, *hosts)
+        return lax.axis_size(axes), *(functools.partial(move, axes) for move in (all_to_all, all_gather, self._total))
 
     def _reduce_scatter(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         dim, tiled = eqn.params["scatter_dimension"], eqn.params["tiled"]
@@ -124,7 +119,7 @@ class GlooLowering(XlaLowering):
         total = exchange.summed(parts).astype(x.dtype)
         return total if tiled else total.squeeze(dim)
 
-    def _total(self, axes: Axes, x: Any, wire: str | None, groups: Sequence[Sequence[int]] | None) -> Any:
+    def _total(self, axes: Axes, x: Any, wire: str | None, groups: Sequence[Sequence[int]] | None = None) -> Any:
         """The sum of `x` over the devices along some axes, or within groups of these."""
         if wire is None:
             return lax.psum(x, axes, axis_index_groups=groups)
@@ -154,7 +149,7 @@ def extreme(eqn: JaxprEqn, x: Any, op: str) -> Any:
     return exchange.extreme(x, op, reduce)
 
 
-def all_to_all(axes: Axes, parts: Any, groups: Any) -> Any:
+def all_to_all(axes: Axes, parts: Any, groups: Any = None) -> Any:
     """Row i of `parts` from the i-th device along the axes, or of the group."""
     raw, back = exchange.bits(parts)
     return back(lax.all_to_all(raw, axes, 0, 0, tiled=True, axis_index_groups=groups))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxdist.ir.primitives import count_p, counts
@@ -173,6 +174,22 @@ def _split(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
         return emitter.bind(node, xs, {**params, "sizes": tuple(b * p.chunk for b in blocks)})
 
     return Strategy([form(p)], [Split(p.dim, p.size, p.chunk, b, stored=p.stored) for b in blocks], run)
+
+
+@special("rev")
+def _reverse(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    """Along the batch: each device's own part, which then changes places."""
+    p = ins[0]
+    if not isinstance(p, Split) or p.dim not in node.eqn.params["dimensions"] or p.outer > 1 or p.is_padded(walk.n):
+        return None
+
+    def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+        ends = [(i, emitter.n - 1 - i) for i in range(emitter.n)]
+        return [lax.ppermute(emitter.bind(node, xs)[0], emitter.axis, ends)]
+
+    if jnp.issubdtype(walk.block.avals[node.ins[0]].dtype, np.number):
+        return Strategy([form(p)], [form(p)], run, exchanges=True)
+    return None
 
 
 @special("jaxdist_all_gather")

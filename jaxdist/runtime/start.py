@@ -21,7 +21,7 @@ from jaxdist.control.channel import Control
 from jaxdist.control.keys import is_loopback
 from jaxdist.control.watchdog import Watchdog
 from jaxdist.machine import Kind, asked_for, kind_of
-from jaxdist.mesh import AXIS, in_host
+from jaxdist.mesh import AXIS
 from jaxdist.runtime import (
     communicator_of,
     compiler,
@@ -112,9 +112,9 @@ def jax_started(
         gloo.connect(mesh, mesh.axis_names)
     hosts = tuple(each.host for each in resources)
     if communicator == "mpi":
-        from jaxdist.communicators.mpi_groups import with_hosts
+        from jaxdist.communicators.mpi_groups import world
 
-        with_hosts(control.rank, control.size, in_host(list(hosts)))  # by all ranks together, so now
+        world(control.rank)  # by all ranks together, so now
     return Started(found, hosts, mesh, communicator, told[0].kind or kind_of(found[0]))
 
 

@@ -13,10 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import compat
 from jaxdist.agreement.calls import Traced
 from jaxdist.communicators import compiler_options, lowering
-from jaxdist.communicators.by_hosts import large
 from jaxdist.ir.interpreter import Interpreter
 from jaxdist.ir.primitives import FETCHED
-from jaxdist.mesh import in_host
 from jaxdist.placements.layouts import HOST, Layout, Padded, layout_of, sharding
 from jaxdist.step.passes import spec_of
 from jaxdist.step.placed import PlacedStep
@@ -118,9 +116,7 @@ class Program:
         def local(zero: Any, *xs: Any) -> list[Any]:
             if not any(x.size for x in xs):  # XLA can't divide a program all of whose arguments are empty
                 xs = lax.optimization_barrier((zero, *xs))[1:]
-            each = in_host(placed.machine.hosts)
-            hosts = each, large(placed.machine, mesh.size, each) if each else 0
-            return lowering(placed.communicator, placed.over, hosts).run(closed, *xs)
+            return lowering(placed.communicator, placed.over).run(closed, *xs)
 
         made = jax.shard_map(
             local, mesh=placed.over, in_specs=(P(), *specs), out_specs=out_specs, check_vma=False,

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = str(Path(__file__).parent / "scripts" / "hosts.py")
 RUN = [sys.executable, "-m", "jaxdist", "run"]
 SMALL, LARGE = "clip_adamw", "few_examples"
-"""Cases of `oracle`; the weights of the second are large enough to be reduced and gathered by hosts."""
+"""Cases of `oracle`."""
 TWO_EACH = ["0 node1 0 2", "1 node1 1 2", "2 node2 0 2", "3 node2 1 2"]
 SECRET = {"JAXDIST_SECRET": "of these two"}
 # Open MPI uses all cards unless told, and docker0 leads nowhere. A cluster says nothing of more ranks than cores.

@@ -125,7 +125,7 @@ ROWS_OF: list[Row] = [
     Row([word("one_device:optimizers_in_shards", "EXPECTED", OPTIMIZERS[::2], 0, None)], (), (MPIRUN,)),
     Row([word("one_device:optimizers_in_shards", "EXPECTED", OPTIMIZERS[1::2], 2, 2)], (), (FOUR,)),
     Row([word("one_device:offloaded", "FOLDER/run")], (), (THREE,)),
-    Row([word("one_device:by_hosts", "EXPECTED", ["clip_adamw"])], (), (FOUR, FOUR_MPI)),
+    Row([word("one_device:between_axes", "EXPECTED", ["clip_adamw"])], (), (FOUR, FOUR_MPI)),
     Row(["one_device:chosen"], (), (HAND, FOUR_MPI)),
     Row(["one_device:places"], (), (FOUR, FOUR_MPI)),
 ]  # fmt: skip
