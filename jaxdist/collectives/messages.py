@@ -1,8 +1,8 @@
-"""`send` and `recv`, through the key-value store of `jax.distributed`: they need nobody else."""
+"""`send` and `recv`, through the control channel: they need nobody else."""
 
 from __future__ import annotations
 
-import pickle
+import queue
 import time
 from collections import Counter, deque
 from typing import Any
@@ -18,7 +18,7 @@ from jaxdist.errors import ControlError, in_words
 from jaxdist.runtime.context import Context
 
 _LOOK = 0.5  # seconds after which a rank that receives looks whether the other one has left
-_CHUNK = 1 << 20  # bytes of one value in the store, far below gRPC's limit
+Message = tuple[Description, list[np.ndarray]]
 
 
 class Messages:
@@ -27,7 +27,7 @@ class Messages:
     def __init__(self, ctx: Context):
         self._ctx = ctx
         self._counts: Counter[tuple[int, int]] = Counter()  # of messages so far, by source and destination
-        self._to_self: deque[bytes] = deque()
+        self._to_self: deque[Message] = deque()
 
     def send(self, tree: Any, dst: int) -> None:
         """Send; does not wait for who receives."""
@@ -35,9 +35,9 @@ class Messages:
         try:
             structure, arrays = flat("send", tree)
         except Exception as error:  # the other rank must not wait for it
-            self._put(to, Description("send", problem=in_words(error)), [])
+            self._put(to, (Description("send", problem=in_words(error)), []))
             raise
-        self._put(to, describe("send", structure, arrays), [np.asarray(x) for x in arrays])
+        self._put(to, (describe("send", structure, arrays), [np.array(x) for x in arrays]))
 
     @compat.under_no_mesh
     def recv(self, like: Any, src: int) -> Any:
@@ -58,32 +58,24 @@ class Messages:
             )
         return jax.tree.unflatten(structure, map(jnp.array, arrays))
 
-    def _put(self, to: int, header: Description, arrays: list[np.ndarray]) -> None:
-        data = pickle.dumps((header, arrays))
+    def _put(self, to: int, message: Message) -> None:
         if to == self._ctx.rank:
-            self._to_self.append(data)
-            return
-        key, store = self._key(self._ctx.rank, to), compat.key_value_store()
-        starts = range(0, len(data), _CHUNK)
-        for i in starts:
-            store.key_value_set_bytes(f"{key}/{i}", data[i : i + _CHUNK])
-        store.key_value_set_bytes(key, pickle.dumps(starts))
+            self._to_self.append(message)
+        else:
+            self._ctx.control.put(self._name(self._ctx.rank, to), message, to)
 
-    def _get(self, source: int, what: str) -> tuple[Description, list[np.ndarray]]:
+    def _get(self, source: int, what: str) -> Message:
         ctx = self._ctx
         if source == ctx.rank:
             if not self._to_self:
                 raise ValueError(f"rank {source}: recv from itself, and nothing was sent: call send before")
-            return pickle.loads(self._to_self.popleft())
-        key, store, milliseconds = self._key(source, ctx.rank), compat.key_value_store(), int(ctx.timeout * 1e3)
-        end = time.monotonic() + ctx.timeout
+            return self._to_self.popleft()
+        name, end = self._name(source, ctx.rank), time.monotonic() + ctx.timeout
         while True:
             left = source in ctx.control.notices.get("bye", {})  # known before the look that finds nothing
-            wait = min(_LOOK, max(0.001, end - time.monotonic()))
             try:
-                starts = pickle.loads(store.blocking_key_value_get_bytes(key, int(wait * 1e3) or 1))
-                break
-            except jax.errors.JaxRuntimeError:
+                return ctx.control.take(name, source, min(_LOOK, max(0.001, end - time.monotonic())))
+            except queue.Empty:
                 if not left and time.monotonic() < end:
                     continue
             self._counts[source, ctx.rank] -= 1
@@ -92,15 +84,10 @@ class Messages:
                 f"rank {ctx.rank}: recv of {what} from rank {source}: {ctx.control.who(source)} {why}. Each recv needs "
                 "a send on the other rank"
             )
-        names = [f"{key}/{i}" for i in starts]
-        data = b"".join(store.blocking_key_value_get_bytes(name, milliseconds) for name in names)
-        for name in (key, *names):
-            store.key_value_delete(name)
-        return pickle.loads(data)
 
-    def _key(self, source: int, to: int) -> str:
+    def _name(self, source: int, to: int) -> str:
         self._counts[source, to] += 1
-        return f"jaxdist/{source}>{to}/{self._counts[source, to]}"
+        return f"message {self._counts[source, to]}"
 
     def _rank(self, kind: str, name: str, value: Any) -> int:
         rank, size = integer(kind, name, value), self._ctx.size
