@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import stat
 import sys
 
 _NAMES = ("stdin", "stdout", "stderr")
-_missing: set[int] = set()  # closed when Python started, and another file's by now
 
 
 def open_closed() -> None:
@@ -19,27 +17,12 @@ def open_closed() -> None:
     process and the libraries in it write on standard error.
     """
     bare = [name for name in _NAMES if getattr(sys, f"__{name}__") is None and getattr(sys, name) is None]
-    for number, name in enumerate(_NAMES):
+    for number in range(len(_NAMES)):
         if not _is_open(number):
             _open_null(number)
-        elif name in bare:
-            _missing.add(number)
     for name in bare:  # most code writes to it without asking
         mode = "r" if name == "stdin" else "w"
         setattr(sys, name, open(os.devnull, mode, encoding="utf-8", errors="backslashreplace"))  # noqa: PTH123, SIM115
-
-
-def taken() -> str:
-    """What says that an output stream's number has become something else than a file; "" if none has."""
-    for number in sorted(_missing - {0}):
-        mode = os.fstat(number).st_mode if _is_open(number) else stat.S_IFREG
-        if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
-            return (
-                f"{_NAMES[number]} was closed when this process started, and a library that was imported before "
-                f"jaxdist has got its number, {number}, for a connection: what others print would be sent over it. "
-                f"Import jaxdist first, or start the process with {number}>/dev/null"
-            )
-    return ""
 
 
 def flush() -> None:
@@ -51,8 +34,6 @@ def flush() -> None:
 
 def write(text: str) -> None:
     """Write on standard error, not through `sys.stderr`, whose lock another thread may hold; never fails."""
-    if 2 in _missing:
-        return
     data = memoryview(text.encode(errors="backslashreplace"))
     with contextlib.suppress(OSError):  # nobody reads it any more
         while data:

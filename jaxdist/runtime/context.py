@@ -238,8 +238,6 @@ def init(
         if ctx.size > 1:
             _write_whole_lines()
         failfast.install(ctx.control)  # from here on, a failure of one rank ends the job
-        if ctx.size > 1 and (problem := streams.taken()):
-            raise RuntimeError(f"rank {ctx.rank}: {problem}")
         jax_ = start.jax_started(found, ctx.control, ctx.watchdog, wanted, timeout, number)
         ctx.devices, ctx.hosts, ctx.mesh, ctx.communicator, ctx.kind = jax_
         ctx.num_devices = len(ctx.devices)

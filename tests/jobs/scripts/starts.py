@@ -31,12 +31,7 @@ def imported() -> None:
 
 
 def in_a_job() -> None:
-    """Without some streams, of which a library that came before jaxdist may have taken the numbers."""
-    if "first" in ARGUMENTS:
-        import socket
-
-        pair = socket.socketpair()
-        pair[0].setblocking(False)
+    """Without some streams."""
     import numpy as np
 
     import jaxdist
