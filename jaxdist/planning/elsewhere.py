@@ -28,10 +28,10 @@ from jaxdist.planning import schedule
 from jaxdist.planning.footprint import readable
 from jaxdist.planning.report import Candidate, Plan, Traffic, duration, total_of
 from jaxdist.planning.topology import Topology
+from jaxdist.step.calling import AUTO
 from jaxdist.step.choice import chosen, meshes, times
 from jaxdist.step.decorated import DataParallel
 from jaxdist.step.forecast import Ahead, Forecast, Held
-from jaxdist.step.settings import AUTO
 
 LEVELS = (0, 1, 2, 3)
 

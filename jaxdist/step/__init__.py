@@ -2,13 +2,13 @@
 
 | where | what |
 |---|---|
-| `data_parallel`, `settings` | the decorator, and what it was given |
+| `data_parallel`, `calling` | the decorator, what it was given, and the arguments in order |
 | `decorated` | the decorated step, and a call of it |
-| `calls`, `known` | the calls of a step: one that is new, which ranks compare; one that is known |
-| `calling`, `signature`, `reading`, `batch` | the arguments in order, by structure: constants, state, the batch |
+| `calls`, `known` | the calls of a step: new ones, which ranks compare; known ones; memory that is gone |
+| `signature`, `reading`, `batch` | the arguments by structure: constants, state, the batch; results like them |
 | `placer` | state and batches are put onto the mesh |
-| `tracing`, `matching`, `effects`, `modules` | the step as a jaxpr; what is kept like which argument; objects of nnx |
+| `tracing`, `modules` | the step as a jaxpr; objects of nnx |
 | `program_cache`, `program` | the programs of a step; one of them: place, bucket, lower |
 | `forecast`, `choice` | the step on devices that are not here; which mesh is the fastest |
-| `donation`, `finite` | memory that is used again; NaN by name |
+| `finite` | NaN by name |
 """

@@ -25,13 +25,12 @@ from jaxdist.placements.layouts import Layout, Padded, physical
 from jaxdist.runtime.compiler import settings as of_jax
 from jaxdist.runtime.context import Context
 from jaxdist.step import batch, modules
-from jaxdist.step.donation import check_there
-from jaxdist.step.known import Known
+from jaxdist.step.calling import Settings
+from jaxdist.step.known import Known, check_there
 from jaxdist.step.placer import ELSEWHERE, Placer, checksum, spans
 from jaxdist.step.program import Program
 from jaxdist.step.program_cache import ProgramCache
 from jaxdist.step.reading import Reader
-from jaxdist.step.settings import Settings
 from jaxdist.step.signature import Signature, Signatures, flat
 
 _log = logging.getLogger("jaxdist")

@@ -10,9 +10,8 @@ from jax.sharding import Mesh
 
 from jaxdist.compat import is_pmapped
 from jaxdist.mesh import AXIS, Sizes
-from jaxdist.step.calling import Calling
+from jaxdist.step.calling import AUTO, COMPRESSIONS, Batch, Calling, Compression, Settings
 from jaxdist.step.decorated import DataParallel, decorated_with
-from jaxdist.step.settings import AUTO, COMPRESSIONS, Batch, Compression, Settings
 
 P = ParamSpec("P")
 R = TypeVar("R")

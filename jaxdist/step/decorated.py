@@ -25,15 +25,15 @@ from jaxdist.placements import report
 from jaxdist.placements.strategy import Placed
 from jaxdist.runtime.context import Context, get_context, machine_of
 from jaxdist.step import finite, modules
+from jaxdist.step.calling import AUTO, Settings
 from jaxdist.step.calls import Calls
 from jaxdist.step.choice import agreed, choose
-from jaxdist.step.donation import Taken, check_there
 from jaxdist.step.forecast import Forecast
+from jaxdist.step.known import Taken, check_there
 from jaxdist.step.placer import Placer, on_one_device
 from jaxdist.step.program import Program
 from jaxdist.step.program_cache import ProgramCache
 from jaxdist.step.reading import Reader
-from jaxdist.step.settings import AUTO, Settings
 from jaxdist.step.signature import Signature, Signatures, flat
 from jaxdist.step.tracing import is_traced, say_once
 from jaxdist.tracebacks import api_boundary

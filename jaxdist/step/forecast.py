@@ -20,10 +20,10 @@ from jaxdist.placements.layouts import Layout, choose, layout, sharding
 from jaxdist.placements.report import work
 from jaxdist.placements.values import REPLICATED
 from jaxdist.step import batch
+from jaxdist.step.calling import Settings
 from jaxdist.step.placer import abstract, in_shards
 from jaxdist.step.program import Program
 from jaxdist.step.program_cache import ProgramCache
-from jaxdist.step.settings import Settings
 from jaxdist.step.signature import Signature
 from jaxdist.step.tracing import StepJaxpr, jaxpr_of, traced
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
 
 from jaxdist.agreement.ledger import Entry
 from jaxdist.compat import bits_of, sharding_of
-from jaxdist.placements.layouts import Padded
+from jaxdist.errors import DonatedError
+from jaxdist.placements.layouts import HOST, Padded, copied, physical
 from jaxdist.step.batch import is_keys
-from jaxdist.step.donation import is_gone, without_aliases
+from jaxdist.step.calling import Calling
 from jaxdist.step.placer import Placer
 from jaxdist.step.program import Program
-from jaxdist.step.signature import Signature, picker
+from jaxdist.step.signature import Signature, leaf_name, picker
 
 _aval_of, _is_deleted = operator.attrgetter("aval"), operator.methodcaller("is_deleted")
 
@@ -84,3 +89,56 @@ class Known:
         if program.donated and len(set(map(id, state))) < len(state):
             state = without_aliases(state)
         return state, placer.batch_argument([leaves[self.at[i]] for i in self.signature.batch], program.placed.batch)
+
+
+# --- memory that another call has taken
+
+
+def without_aliases(state: list[Any]) -> list[Any]:
+    """Donating one buffer twice is an error: the second reference (an average that starts as the weights) is copied."""
+    seen: set[int] = set()
+    out = []
+    for x in state:
+        twin = isinstance(x, jax.Array) and id(x) in seen
+        seen.add(id(x))
+        out.append(copied(x, x.sharding) if twin and x.sharding.memory_kind == HOST else jnp.copy(x) if twin else x)
+    return out
+
+
+class Taken:
+    """What the latest call of a step took: the arrays are gone, and tell who has them."""
+
+    _all: ClassVar[weakref.WeakSet[Taken]] = weakref.WeakSet()
+
+    def __init__(self, step: str):
+        self.step, self.call = step, 0
+        self.state: Sequence[Any] = ()
+        self._all.add(self)
+
+    @classmethod
+    def by(cls, array: Any) -> str:
+        """Who took an array."""
+        for one in list(cls._all):
+            if any(x is array for x in one.state):
+                return f"call {one.call} of step {one.step!r} took its memory (donate=)"
+        return "an earlier call of a step, or of jax.jit, that donates took its memory, or it was deleted"
+
+
+def check_there(
+    step: str, calling: Calling, args: tuple[Any, ...], keywords: tuple[str, ...], leaves: Sequence[Any]
+) -> None:
+    """Refuse an array whose memory another call has taken."""
+    if not any(map(is_gone, leaves)):
+        return
+    path, array = next((path, x) for path, x in jax.tree_util.tree_leaves_with_path(args) if is_gone(x))
+    name = leaf_name(calling.of(len(args), keywords), path)
+    raise DonatedError(
+        f"step {step!r}: {name} is gone: {Taken.by(physical(array))}. Go on with what that call returned, pass it a "
+        "copy (jax.numpy.copy), or leave donate= out where it was given"
+    )
+
+
+def is_gone(x: Any) -> bool:
+    """Whether the memory of a leaf was taken, or given up."""
+    deleted = getattr(x, "is_deleted", None)
+    return deleted is not None and deleted()

@@ -14,10 +14,10 @@ from jaxdist.compat import trace_settings
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, MODEL, data_size
 from jaxdist.placements.layouts import Layout, check_host_memory, on_host
+from jaxdist.step.calling import COMPRESSIONS, Settings
 from jaxdist.step.placed import PlacedStep
 from jaxdist.step.placer import Placer, abstract
 from jaxdist.step.program import Program
-from jaxdist.step.settings import COMPRESSIONS, Settings
 from jaxdist.step.signature import Signature
 from jaxdist.step.tracing import StepJaxpr, TracedStep, jaxpr_of, traced
 

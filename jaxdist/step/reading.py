@@ -17,9 +17,9 @@ from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import Layout, Padded, of_batch, physical
 from jaxdist.runtime.context import Context
 from jaxdist.step import batch
+from jaxdist.step.calling import Settings
 from jaxdist.step.placer import Placer, spans
 from jaxdist.step.program_cache import ProgramCache
-from jaxdist.step.settings import Settings
 from jaxdist.step.signature import NUMBERS, Signature, Static, is_array, leaf_name
 
 _log = logging.getLogger("jaxdist")

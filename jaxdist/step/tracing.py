@@ -27,9 +27,8 @@ from jaxdist.placements.owners import way
 from jaxdist.runtime.context import get_context
 from jaxdist.step import finite, modules
 from jaxdist.step.calling import apply
-from jaxdist.step.matching import match
 from jaxdist.step.model_axis import cut_by_model
-from jaxdist.step.signature import NUMBERS, Signature, Static, constants_back, is_array
+from jaxdist.step.signature import NUMBERS, Signature, Static, constants_back, is_array, match
 
 _log = logging.getLogger("jaxdist")
 
