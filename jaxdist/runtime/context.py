@@ -83,7 +83,16 @@ class Context:
         self._parts: dict[Any, Any] = {}
 
     def only(self, kind: Callable[[Context], T]) -> T:
-        """The one object of this kind in the job, which is made of the context when it is first asked for."""
+        """The one object of this kind in the job, made when it is first asked for.
+
+        Args:
+          kind: makes one, of the context.
+
+        Example:
+          >>> import jaxdist
+          >>> jaxdist.init().only(id) == jaxdist.init().only(id)
+          True
+        """
         if kind not in self._parts:
             self._parts[kind] = kind(self)
         return self._parts[kind]
@@ -240,8 +249,9 @@ def init(
         failfast.install(ctx.control)  # from here on, a failure of one rank ends the job
         if ctx.size > 1 and (problem := streams.taken()):
             raise RuntimeError(f"rank {ctx.rank}: {problem}")
-        jax_ = start.jax_started(found, ctx.control, ctx.watchdog, wanted, timeout, number)
-        ctx.devices, ctx.hosts, ctx.mesh, ctx.communicator, ctx.kind = jax_
+        ctx.devices, ctx.hosts, ctx.mesh, ctx.communicator, ctx.kind = start.jax_started(
+            found, ctx.control, ctx.watchdog, wanted, timeout, number
+        )
         ctx.num_devices = len(ctx.devices)
         ctx.rules = None if isinstance(communicator, str) else communicator
         farewell.install(ctx.control, ctx.watchdog, timeout)
