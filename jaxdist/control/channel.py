@@ -52,13 +52,14 @@ class Control:
         # Of each exchange under way, and "bye": ranks, and their positions.
         self.notices: dict[str, dict[int, int]] = {}
         self.waiting: dict[int, Entry] = {}
+        # Whom to ask where this rank is, and where others are: the ledger, and the watchdog.
         self.position: Callable[[], int] = lambda: 0
+        self.whereabouts: Callable[[list[int]], str | None] = lambda late: ""
         self._mail: dict[tuple[str, int], queue.SimpleQueue[Any]] = {}
         self.members = [Member(socket.gethostname(), os.getpid(), "127.0.0.1")]
         self._listeners: dict[str, Callable[[int, Any], None]] = {
             _MAIL: lambda rank, mail: self._box(mail[0], rank).put(mail[1])
         }
-        self._whereabouts: Callable[[list[int]], str | None] = lambda late: ""
         self._exchange_lock = threading.Lock()  # one exchange at a time
         self._answers: queue.SimpleQueue[tuple[str, str, Any]] = queue.SimpleQueue()
         self._closed = False
@@ -125,7 +126,7 @@ class Control:
             with contextlib.suppress(queue.Empty):
                 return self._answers.get(timeout=timeout)
             here = self.notices.get(tag, {})
-            known = self._whereabouts([r for r in self.others if r not in here])
+            known = self.whereabouts([r for r in self.others if r not in here])
             if known is not None:
                 break
             turns += 1
@@ -141,13 +142,6 @@ class Control:
     def listen(self, tag: str, hook: Callable[[int, Any], None]) -> None:
         """Call a hook with what another rank posts, on the channel's thread: it must not block."""
         self._listeners[tag] = hook
-
-    def where_is(
-        self, *, this: Callable[[], int] | None = None, others: Callable[[list[int]], str | None] | None = None
-    ) -> None:
-        """Whom to ask where ranks are."""
-        self.position = this or self.position
-        self._whereabouts = others or self._whereabouts
 
     def post(self, tag: str, value: Any, to: int | None = None) -> None:
         """Tell one other rank, or all, something small; does not wait for them."""

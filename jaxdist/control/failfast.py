@@ -56,7 +56,6 @@ def install(control: Control) -> None:
         return
     previous, previous_thread = sys.excepthook, threading.excepthook
     ours = previous in (sys.__excepthook__, _interrupt_hook)
-    owner = os.getpid()
 
     def end_with(kind: type[BaseException], error: BaseException | None, text: str, show: Callable[[], object]) -> None:
         control.process.hold()
@@ -67,7 +66,7 @@ def install(control: Control) -> None:
             _end(control, kind, error)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != owner:  # a forked data worker: its parent will hear of it
+        if not control.process.is_owner():  # a forked data worker: its parent will hear of it
             previous(kind, error, trace)
         elif ours and issubclass(kind, KeyboardInterrupt):
             _end_interrupted(control, _place(trace))
@@ -77,7 +76,7 @@ def install(control: Control) -> None:
             end_with(kind, error, "uncaught exception:", lambda: previous(kind, error, trace))
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
-        if os.getpid() != owner or issubclass(args.exc_type, SystemExit):
+        if not control.process.is_owner() or issubclass(args.exc_type, SystemExit):
             previous_thread(args)
         else:
             text = f"uncaught exception in thread {args.thread.name if args.thread else ''}:"

@@ -79,7 +79,7 @@ class Watchdog:
         self._asking = threading.Lock()
         control.listen(_ASK, lambda rank, number: control.post(_TELL, (number, self._report()), to=rank))
         control.listen(_TELL, self._note)
-        control.where_is(others=self.whereabouts)
+        control.whereabouts = self.whereabouts
         if control.size > 1:
             threading.Thread(target=self._watch, name="jaxdist-watchdog", daemon=True).start()
 

@@ -29,6 +29,8 @@ _CAUSE = re.compile(
     rb"\[jaxdist rank \d+\] ((rank \d+) \([^)]*, pid \d+\)"
     rb"(?:: | failed: | ended its script | was interrupted| died without | can't be reached ).*)"
 )
+# What Open MPI says that has lost a host. It would wait for ever for the other half to confirm.
+_LOST = re.compile(rb"(prterun|mpirun) (?:has )?detected that one.*")
 # No other command's failure leads to these.
 _CRASHES = {128 + s for s in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)}
 
@@ -175,9 +177,11 @@ def _pumps(process: "subprocess.Popen[bytes]", command: Command, causes: list[tu
     if shown is None or process.stdout is None or process.stderr is None:
         return []
 
-    def shown_of_errors(line: bytes) -> bytes | None:
+    def noted(line: bytes) -> bytes | None:
         if match := _CAUSE.search(line):
             causes.append((match[1].decode(errors="replace"), match[2].decode()))
+        elif match := _LOST.search(line):
+            causes.append((match[0].decode(errors="replace"), command.name))
         return shown(line)
 
-    return [Pump(process.stdout, sys.stdout, shown), Pump(process.stderr, sys.stderr, shown_of_errors)]
+    return [Pump(process.stdout, sys.stdout, noted), Pump(process.stderr, sys.stderr, noted)]

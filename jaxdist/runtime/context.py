@@ -83,7 +83,16 @@ class Context:
         self._parts: dict[Any, Any] = {}
 
     def only(self, kind: Callable[[Context], T]) -> T:
-        """The one object of this kind in the job, which is made of the context when it is first asked for."""
+        """The one object of this kind in the job, made when it is first asked for.
+
+        Args:
+          kind: makes one, of the context.
+
+        Example:
+          >>> import jaxdist
+          >>> jaxdist.init().only(id) == jaxdist.init().only(id)
+          True
+        """
         if kind not in self._parts:
             self._parts[kind] = kind(self)
         return self._parts[kind]
@@ -238,8 +247,16 @@ def init(
         if ctx.size > 1:
             _write_whole_lines()
         failfast.install(ctx.control)  # from here on, a failure of one rank ends the job
+<<<<<<< HEAD
         jax_ = start.jax_started(found, ctx.control, ctx.watchdog, wanted, timeout, number)
         ctx.devices, ctx.hosts, ctx.mesh, ctx.communicator, ctx.kind = jax_
+=======
+        if ctx.size > 1 and (problem := streams.taken()):
+            raise RuntimeError(f"rank {ctx.rank}: {problem}")
+        ctx.devices, ctx.hosts, ctx.mesh, ctx.communicator, ctx.kind = start.jax_started(
+            found, ctx.control, ctx.watchdog, wanted, timeout, number
+        )
+>>>>>>> 8f1476fe84db7df2e4b9603b759702ef4bbd8cac
         ctx.num_devices = len(ctx.devices)
         ctx.rules = None if isinstance(communicator, str) else communicator
         farewell.install(ctx.control, ctx.watchdog, timeout)

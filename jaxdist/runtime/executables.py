@@ -15,7 +15,6 @@ import io
 import os
 import platform
 import shutil
-import socket
 import stat
 import time
 from collections.abc import Callable, Sequence
@@ -67,14 +66,6 @@ def _bytecode(module: ir.Module) -> bytes:
     out = io.BytesIO()
     module.operation.write_bytecode(out)
     return out.getvalue()
-
-
-def machine() -> str:
-    """The same for processes that run under one kernel."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def offer(local_rank: int) -> str:

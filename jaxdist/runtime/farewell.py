@@ -6,7 +6,6 @@ Ranks may end far apart: one evaluates for an hour after the last step. The othe
 from __future__ import annotations
 
 import atexit
-import os
 import time
 
 from jaxdist.control import failfast
@@ -20,10 +19,9 @@ def install(control: Control, watchdog: Watchdog, timeout: float) -> None:
     """Take part in the common end of the job; after ``import jax``, so that it comes before JAX's own shutdown."""
     if control.size == 1:
         return
-    owner = os.getpid()
 
     def end() -> None:
-        if os.getpid() != owner:  # a forked data worker
+        if not control.process.is_owner():  # a forked data worker
             return
         failfast.end_if_failed(control)
         if control.rank == 0 and not control.ending and not control.position():

@@ -35,14 +35,9 @@ _log = logging.getLogger("jaxdist")
 _PATIENCE = 60  # seconds that JAX gets longer, for our own message
 
 
-class Started(NamedTuple):
-    """What JAX runs on."""
-
-    devices: list[Any]  # of all processes, in rank order
-    hosts: tuple[str, ...]  # of each process, the name of its host
-    mesh: Mesh  # over them
-    communicator: str  # "xla", "lanes" or "mpi"
-    kind: Kind  # of the devices, as the root knows it
+# What JAX runs on: the devices of all processes, in rank order; the host of each process; the mesh over the devices; a
+# communicator ("xla", "lanes" or "mpi"); and the speeds of the devices, as the root knows them.
+Started = tuple[list[Any], tuple[str, ...], Mesh, str, Kind]
 
 
 class _Told(NamedTuple):
@@ -52,8 +47,7 @@ class _Told(NamedTuple):
     facts: dict[str, str]  # of what makes its programs
     communicator: str
     problem: str  # why it is not "mpi"
-    machine: str
-    folder: str  # for executables
+    folder: str  # for executables of its host
     over_gloo: bool  # and nothing has begun that would not know of it
     processor: bytes
     threads: int  # of XLA that its environment asks for; 0: it does not
@@ -105,7 +99,7 @@ def jax_started(
     found = _devices_of_all(control, lanes)
     mesh = _mesh(found)
     if own.resources.platform == "cpu":
-        executables.share(timeout, [each.folder for each in told if each.machine == own.machine])
+        executables.share(timeout, [each.folder for each in told if each.resources.host == own.resources.host])
     # Beside MPI only where nothing can stand between: it is for programs of the user's own with XLA's collectives.
     if own.over_gloo and (communicator != "mpi" or _one_host(control)):
         control.barrier(timeout)
@@ -115,7 +109,7 @@ def jax_started(
         from jaxdist.communicators.mpi_groups import world
 
         world(control.rank)  # by all ranks together, so now
-    return Started(found, hosts, mesh, communicator, told[0].kind or kind_of(found[0]))
+    return found, hosts, mesh, communicator, told[0].kind or kind_of(found[0])
 
 
 def _told_by_this_rank(connector: Connector, control: Control, wanted: str, lanes: int | None) -> _Told:
@@ -132,7 +126,6 @@ def _told_by_this_rank(connector: Connector, control: Control, wanted: str, lane
         devices.Resources(socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))), gpus, platform),
         compiler.facts(os.environ.get("XLA_FLAGS", "")) | {"platform": platform, "lanes": str(lanes)},
         *communicator_of.several(control.size, connector.name, "xla" if lanes else wanted, platform),
-        executables.machine(),
         executables.offer(connector.local_rank),
         platform == "cpu" and not compat.backend_started(),
         executables.processor(),
@@ -200,7 +193,7 @@ def _alone(connector: Connector, control: Control, wanted: str, lanes: int | Non
     found = list(jax.local_devices())
     communicator = "lanes" if lanes else communicator_of.alone(wanted, len(found))
     kind = asked_for(found[0].platform) or kind_of(found[0])
-    return Started(found, (socket.gethostname(),), _mesh(found), communicator, kind)
+    return found, (socket.gethostname(),), _mesh(found), communicator, kind
 
 
 def _check_alone(connector: Connector) -> None:
