@@ -18,8 +18,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Primitive, primitives
 
 from jaxdist import compat
-from jaxdist.ir.control_flow import CHECKPOINT, CONTROL_FLOW, bodies
-from jaxdist.ir.interpreter import INLINED, Interpreter, axes_of, retrace
+from jaxdist.ir.interpreter import CHECKPOINT, CONTROL_FLOW, INLINED, Interpreter, axes_of, bodies, retrace
 from jaxdist.mesh import AXIS, GROUP, Axis
 from jaxdist.placements.block import Node
 from jaxdist.placements.loops import inside, join, throughout
