@@ -76,7 +76,7 @@ MUTANTS: list[Mutant] = [
     Mutant("groups share with all devices", "jaxdist/placements/marks.py",
            "return 0 if found == len(hosts) else found", "return 0", "tests/oracle/test_zero.py -k group"),
     Mutant("level 3 keeps parameters whole", "jaxdist/placements/marks.py", '"parameter": 3', '"parameter": 4',
-           "if source.exact and update.level == 4:", "tests/oracle/test_zero.py -k keep_in_shards"),
+           "tests/oracle/test_zero.py -k what_a_level_keeps"),
     Mutant("a microbatch's loss is not divided", "jaxdist/gradients.py", "(total / k if jnp.issubdtype",
            "(total if jnp.issubdtype", "tests/oracle/test_steps.py -k microbatches"),
     Mutant("microbatches hold consecutive examples", "jaxdist/gradients.py",
