@@ -11,7 +11,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr
 
 from jaxdist.agreement.description import Description, by_value, difference, list_ranks
-from jaxdist.ir.dataflow import Operation, dataflow, operations, options
+from jaxdist.ir.fingerprint import Operation, dataflow, operations, options
 from jaxdist.runtime.context import Context
 
 CHANGED = (

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from jax.sharding import Mesh
 
 from jaxdist import compat
+from jaxdist.ir.interpreter import Interpreter
 from jaxdist.machine import Machine
 from jaxdist.mesh import axes_of_mesh, ranks_of
 
@@ -43,14 +44,8 @@ def check(rules: Rules) -> None:
             raise ValueError(f"communicator={{{name!r}: {rule!r}}}: expected a function")
 
 
-class Lowering(Protocol):
+def lowering(communicator: str | Rules, mesh: Mesh) -> Interpreter:
     """What a communicator makes of a step: an interpreter of its jaxpr, used once, in program order."""
-
-    def run(self, closed: Any, *args: Any) -> list[Any]: ...
-
-
-def lowering(communicator: str | Rules, mesh: Mesh) -> Lowering:
-    """The lowering rules of a communicator."""
     if not isinstance(communicator, str) or communicator == "xla":
         from jaxdist.communicators.xla import GlooLowering, XlaLowering
 

@@ -26,8 +26,7 @@ from jax.interpreters import mlir
 from jaxdist import compat
 from jaxdist.communicators import exchange
 from jaxdist.communicators.mpi_groups import library, of_group
-from jaxdist.ir.control_flow import CHECKPOINT, bodies
-from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of, retrace
+from jaxdist.ir.interpreter import CHECKPOINT, Interpreter, axes_of, bodies, groups_of, retrace
 from jaxdist.ir.primitives import FETCHED, group_reduce_p, slices
 from jaxdist.mesh import Axis, along
 

@@ -4,13 +4,57 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 
 from jaxdist import compat
 from jaxdist.mesh import Axis, bound
+
+T = TypeVar("T")
+
+CHECKPOINT = ("checkpoint", "remat", "remat2")
+"""Names of `jax.checkpoint`, whose operands are its body's."""
+CONTROL_FLOW = frozenset({"scan", "while", "cond", *CHECKPOINT})
+
+
+class Body(NamedTuple):
+    """A program that control flow runs, and how its values and those of the equation correspond."""
+
+    closed: ClosedJaxpr
+    ins: Sequence[int]  # of each input: the operand
+    outs: Sequence[int] = ()  # of each output: the result; of a loop's condition: none
+    carry: range = range(0)  # inputs that a loop carries: the first outputs of its body are these in the next turn
+    # inputs that are slices of their operands, and outputs that are slices of their results, along the first dimension
+    xs: range = range(0)
+    ys: range = range(0)
+
+    def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """The operands that it takes as they are, those that it carries, and the rest."""
+        taken, start, stop = [operands[k] for k in self.ins], self.carry.start, self.carry.stop
+        return taken[:start], taken[start:stop], taken[stop:]
+
+
+def bodies(eqn: JaxprEqn) -> list[Body]:
+    """Of control flow: the condition of a `while` before its body. None of anything else."""
+    params, ins, outs = eqn.params, range(len(eqn.invars)), range(len(eqn.outvars))
+    match eqn.primitive.name:
+        case "scan":
+            consts, carries = compat.scan_split(params)
+            carry = range(consts, consts + carries)
+            return [Body(params["jaxpr"], ins, outs, carry, ins[carry.stop :], outs[carries:])]
+        case "while":
+            first, second = params["cond_nconsts"], params["body_nconsts"]
+            tested, taken = [*ins[:first], *ins[first + second :]], ins[first:]
+            condition = Body(params["cond_jaxpr"], tested, carry=range(first, len(tested)))
+            return [condition, Body(params["body_jaxpr"], taken, outs, range(second, len(taken)))]
+        case "cond":  # the first operand chooses
+            return [Body(branch, ins[1:], outs) for branch in params["branches"]]
+        case "checkpoint" | "remat" | "remat2":
+            return [Body(compat.closed(params["jaxpr"]), ins, outs)]
+    return []
+
 
 _WORTH_A_CALL, _LONGEST_CALL = 4, 256
 """Equations."""
@@ -241,3 +285,38 @@ def live(jaxpr: Jaxpr) -> list[JaxprEqn]:
 def has_effect(eqn: JaxprEqn) -> bool:
     """Whether an equation does more than compute and name a mesh axis."""
     return any(type(e).__name__ != "NamedAxisEffect" for e in eqn.effects)
+
+
+# --- how much a program holds at once: an estimate, before a compiler has fused and ordered it
+
+
+# They are made where they are used.
+_FUSED = {"broadcast_in_dim", "iota"}
+
+
+def held_at_once(jaxpr: Jaxpr) -> int:
+    """Bytes of the values that a program makes and holds at once, in the order in which it names them; at most.
+
+    Its arguments do not count, and of a loop only one turn.
+    """
+    eqns = list(live(jaxpr))
+    last: dict[Any, int] = {}
+    for k, eqn in enumerate(eqns):
+        last.update((v, k) for v in eqn.invars if not isinstance(v, Literal))
+    last.update((v, len(eqns)) for v in jaxpr.outvars if not isinstance(v, Literal))
+    sizes: dict[Any, int] = {}
+    now = most = 0
+    for k, eqn in enumerate(eqns):
+        for v in eqn.outvars:
+            if v in last:
+                sizes[v] = 0 if eqn.primitive.name in _FUSED else _bytes(v.aval)
+                now += sizes[v]
+        most = max(most, now + max((held_at_once(sub.jaxpr) for sub in subjaxprs(eqn)), default=0))
+        for v in {v for v in eqn.invars if not isinstance(v, Literal)}:
+            if last[v] == k:
+                now -= sizes.get(v, 0)
+    return most
+
+
+def _bytes(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize if hasattr(aval, "dtype") else 0

@@ -44,7 +44,7 @@ shard_p = Primitive("jaxdist_shard")
 """``x``, which may be kept in shards from here on. Bound by `jaxdist.zero` and `jaxdist.shard`.
 
 ``role``: a ``"gradient"``, the optimizer's ``"state"``, a ``"parameter"``, or ``"requested"`` by the user; ``level``:
-of ZeRO; ``within``: which devices share it (see `placements.groups`); ``split``: how what needs all of it is done (see
+of ZeRO; ``within``: which devices share it (see `placements.marks`); ``split``: how what needs all of it is done (see
 `placements.owners`); ``offload``: whether the state's leaves are kept in the host's memory.
 What the state's leaves are marked as says how they are kept between steps (see `placements.marks`).
 """

@@ -13,8 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxdist import compat
-from jaxdist.ir.control_flow import CONTROL_FLOW
-from jaxdist.ir.interpreter import called, has_effect
+from jaxdist.ir.interpreter import CONTROL_FLOW, called, has_effect
 from jaxdist.ir.operations import ADDITION, CONTRACTION, LINEAR, SHAPE_ONLY
 
 

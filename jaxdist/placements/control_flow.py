@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,12 +17,11 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Primitive, primitives
 
 from jaxdist import compat
-from jaxdist.ir.control_flow import CHECKPOINT, CONTROL_FLOW, bodies
-from jaxdist.ir.interpreter import INLINED, Interpreter, axes_of, retrace
+from jaxdist.ir.interpreter import CHECKPOINT, CONTROL_FLOW, INLINED, Interpreter, axes_of, bodies, retrace
 from jaxdist.mesh import AXIS, GROUP, Axis
 from jaxdist.placements.block import Node
 from jaxdist.placements.loops import inside, join, throughout
-from jaxdist.placements.strategy import Strategy, sliced
+from jaxdist.placements.strategy import Placed, Strategy, sliced
 from jaxdist.placements.summands import is_zero
 from jaxdist.placements.values import REPLICATED, Partial, Placement, Replicated, Split, form
 from jaxdist.placements.walk import Walk, refuse, settled, special
@@ -31,53 +29,51 @@ from jaxdist.placements.walk import Walk, refuse, settled, special
 
 @special("cond")
 def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
-    infer = walk.infer
-    given = [p if isinstance(p, Partial) else throughout(p) for p in ins[1:]]
-    blocks = [infer.block(body.closed, node.backward) for body in bodies(node.eqn)]
-    loose = walk.added_up(node)
-    placed = [infer.place(b, given, loose=loose) for b in blocks]
-    summed = {i for one in placed for i in one.summed}
-    if summed:  # a summand that some branch adds up, and others may not need
-        given = [REPLICATED if i in summed else p for i, p in enumerate(given)]
-        placed = [infer.place(b, given, loose=loose) for b in blocks]
-    given, placed = sliced(given, placed, lambda cut: [infer.place(b, cut, loose=loose) for b in blocks])
-    gives: list[Placement] = []
-    for outs in zip(*([one.returned(k) for k in range(len(one.given))] for one in placed), strict=True):
-        outs = [settled(p) if not is_zero(p) else p for p in outs]
-        some = [p for p in outs if not is_zero(p)] or [REPLICATED]
-        joined: Placement = some[0]
-        for p in some[1:]:
-            joined = join(joined, p)
-        gives.append(inside(joined) if not isinstance(joined, Partial) else joined)
-    wants = [form(p) for p in gives]
-    placed = [infer.place(b, given, wants, loose) for b in blocks]
+    given, gives, placed = _branches(walk, node, ins[1:])
 
     def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
         return emitter.bind(node, args, {**node.eqn.params, "branches": tuple(emitter.body(one) for one in placed)})
 
-    gives = [Replicated() if isinstance(p, Replicated) else p for p in gives]
     return Strategy([REPLICATED, *map(form, given)], gives, run, bodies=placed)
 
 
 @special(*CHECKPOINT)
 def _checkpoint(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
-    infer = walk.infer
-    block = infer.block(bodies(node.eqn)[0].closed, node.backward)
-    given = [p if isinstance(p, Partial) else throughout(p) for p in ins]
-    loose = walk.added_up(node)
-    place = lambda given: [infer.place(block, given, loose=loose)]
-    given, (placed,) = sliced(given, place(given), place)
-    gives = [settled(placed.returned(k)) for k in range(len(placed.given))]
-    gives = [Replicated() if isinstance(p, Replicated) else p for p in gives]
-    gives = [replace(p, whole=False) if isinstance(p, Split) else p for p in gives]
-    placed = infer.place(block, given, [form(p) for p in gives], loose)
+    given, gives, placed = _branches(walk, node, ins)
 
     def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
-        closed = emitter.body(placed)
+        closed = emitter.body(placed[0])
         jaxpr = compat.with_constants_as_inputs(closed.jaxpr)
         return emitter.bind(node, [*closed.consts, *args], {**node.eqn.params, "jaxpr": jaxpr})
 
-    return Strategy([form(p) for p in given], gives, run, bodies=[placed])
+    return Strategy([form(p) for p in given], gives, run, bodies=placed)
+
+
+def _branches(
+    walk: Walk, node: Node, ins: Sequence[Placement]
+) -> tuple[Sequence[Placement], list[Placement], Sequence[Placed]]:
+    """How branches, or the only one, are given their inputs, what they have in common of their outputs, and they."""
+    infer, loose = walk.infer, walk.added_up(node)
+    given: Sequence[Placement] = [p if isinstance(p, Partial) else throughout(p) for p in ins]
+    blocks = [infer.block(body.closed, node.backward) for body in bodies(node.eqn)]
+
+    def place(given: Sequence[Placement], wants: Any = None) -> list[Placed]:
+        return [infer.place(block, given, wants, loose) for block in blocks]
+
+    placed: Sequence[Placed] = place(given)
+    summed = {i for one in placed for i in one.summed}
+    if summed:  # a summand that some branch adds up, and others may not need
+        given = [REPLICATED if i in summed else p for i, p in enumerate(given)]
+        placed = place(given)
+    given, placed = sliced(given, placed, place)
+    gives: list[Placement] = []
+    for outs in zip(*([one.returned(k) for k in range(len(one.given))] for one in placed), strict=True):
+        joined, *others = [settled(p) for p in outs if not is_zero(p)] or [REPLICATED]
+        for p in others:
+            joined = join(joined, p)
+        joined = inside(joined) if not isinstance(joined, Partial) else joined
+        gives.append(Replicated() if isinstance(joined, Replicated) else joined)
+    return given, gives, place(given, [form(p) for p in gives])
 
 
 # --- code of the user's own for each device

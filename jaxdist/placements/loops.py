@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from jaxdist.ir.control_flow import CONTROL_FLOW, bodies
-from jaxdist.ir.interpreter import has_effect
+from jaxdist.ir.interpreter import CONTROL_FLOW, bodies, has_effect
 from jaxdist.ir.operations import ADDITION, FOR_ITSELF
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.cost import seconds

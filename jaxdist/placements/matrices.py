@@ -84,14 +84,10 @@ def components(infer: Any, placed: Placed, moved: Counter[int]) -> list[Componen
     if not any(whole):
         return []
 
-    def joined(most: int) -> list[Component]:
-        ways = [_Finder(infer, placed, moved, whole, most, apart).found() for apart in (False, True)]
-        return max(ways, key=lambda found: max(Counter(one.stage for one in found).values(), default=0))
-
     most = max((body.matrices for strategy in placed.strategies for body in strategy.bodies), default=0)
-    found = joined(most)
+    found = _Finder(infer, placed, moved, whole, most).found()
     if most > max(1, len(found)):
-        found = joined(max(1, len(found)))
+        found = _Finder(infer, placed, moved, whole, max(1, len(found))).found()
     return found
 
 
@@ -108,8 +104,8 @@ class _Finder:
     component ends a stage: the rest waits for it.
     """
 
-    def __init__(self, infer: Any, placed: Placed, moved: Counter[int], whole: Sequence[bool], most: int, apart: bool):
-        self._most, self._apart, self._whole = most, apart, whole
+    def __init__(self, infer: Any, placed: Placed, moved: Counter[int], whole: Sequence[bool], most: int):
+        self._most, self._whole = most, whole
         self.infer, self.placed, self.block = infer, placed, placed.block
         self._moved = [moved[id(node)] for node in self.block.nodes]
         self._maker = {o: k for k, node in enumerate(self.block.nodes) for o in node.outs}
@@ -139,9 +135,6 @@ class _Finder:
         if inside and not is_whole and len(set(joined.values())) > 1:
             # Matrices meet in numbers that are few, as in the norm of all of them: not to be one for that.
             inside = not any(self._small[i] for i in joined)
-        others = any(isinstance(self.placed.at[i], Split) and i not in joined for i in node.ins)
-        if self._apart and inside and joined and others and all(self._small[i] for i in joined):
-            stage, joined = stage + 1, {}
         component = -1
         if not inside:
             stage += bool(joined)
@@ -164,9 +157,8 @@ class _Finder:
         return self._moved[k] > 0 or (there and gathers)
 
     def found(self) -> list[Component]:
-        """The components, without what only follows from them, unless fewer bytes travel with it."""
+        """The components, without what only follows from them."""
         members: dict[_Key, list[int]] = {}
-        followers: dict[_Key, list[int]] = {}
         needed: dict[int, set[_Key]] = {}  # values, and the components that take them
         for k, node in reversed([*enumerate(self.block.nodes)]):
             stage, component = self._at[k]
@@ -177,12 +169,9 @@ class _Finder:
                 members.setdefault(key, []).append(k)
                 for i in node.ins:
                     needed.setdefault(i, set()).add(key)
-            else:
-                followers.setdefault(key, []).append(k)
         found = []
         for key in sorted(members):
             own = dict.fromkeys(members[key])
-            self._take_followers(own, followers.get(key, [])[::-1])
             self._take_makers(own)
             found.append(self._of(own, key[0]))
         return found
@@ -197,14 +186,6 @@ class _Finder:
     def _is_for(self, i: int, own: _Places) -> bool:
         """Whether a value is taken by nothing but these operations."""
         return i not in self._results and all(k in own for k in self.block.users.get(i, ()))
-
-    def _take_followers(self, own: _Places, followers: Sequence[int]) -> None:
-        """Those of which less comes back, as a sum of squares."""
-        before: dict[int, _Places] = {}  # it and the followers that it follows from
-        for k in followers:
-            made = [before.get(self._maker[i], {}) for i in self.block.nodes[k].ins if i in self._maker]
-            before[k] = dict.fromkeys([*(j for places in made for j in places), k])
-            self._take(own, before[k])
 
     def _take_makers(self, own: _Places) -> None:
         """What makes more of its operands, as where a matrix is also needed transposed."""

@@ -25,7 +25,7 @@ from jaxdist.ir.operations import CONTRACTION
 from jaxdist.machine import Link
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.cost import seconds, seconds_of
-from jaxdist.placements.groups import asked
+from jaxdist.placements.marks import asked
 from jaxdist.placements.matrices import Component, bytes_moved, bytes_sent, components, is_whole_work
 from jaxdist.placements.options import best
 from jaxdist.placements.strategy import Placed, nbytes

@@ -6,7 +6,7 @@ a part of its turns: what has the factor is `Split` along it, what has not is wh
 reduced over, and gives a summand (`Partial`) or is put together by an exchange.
 
 `FACTORS` has the rules; operands and results of what is elementwise (`jaxdist.ir.operations.is_elementwise`) have the
-same dimensions; what has no rule is computed whole: `WHOLE` says why, and a user is told of the rest.
+same dimensions; what has no rule is computed whole, and a user is told of it if it is not in `_WHOLE`.
 
 Reference: the sharding rules of Shardy (``OpShardingRule``), and the ``einsum`` notation of GSPMD, arXiv 2105.04663.
 """
@@ -345,17 +345,52 @@ FACTORS: dict[str, Rule] = {
     **dict.fromkeys(("random_wrap", "random_seed"), _leading(lambda params, ins, outs: len(outs[0]))),
 }  # fmt: skip
 
-_KERNEL = "a kernel of which nothing is known"
-WHOLE = {
-    "custom_partitioning": _KERNEL, "ffi_call": _KERNEL, "pallas_call": _KERNEL,
-    "ragged_dot_general": "the sizes of its groups are of the whole batch",
-    "rng_bit_generator": "the bits of a generator that is not by place",
-    "select_and_scatter": "JAX emits select_and_scatter_add alone",
-    "platform_index": "a scalar: for which platform this is compiled",
-}  # fmt: skip
-"""What is computed by every device on whole operands, knowingly, and why."""
+# Computed by every device on whole operands, knowingly: kernels; groups whose sizes are of the whole batch; bits of a
+# generator that is not by place; what JAX emits in another form; a scalar that says for which platform this is.
+_WHOLE = {"custom_partitioning", "ffi_call", "pallas_call", "ragged_dot_general", "rng_bit_generator",
+          "select_and_scatter", "platform_index"}  # fmt: skip
 
 
 def is_known(primitive: Primitive) -> bool:
     """Whether an operation has a rule here, or is known to have none."""
-    return primitive.name in FACTORS or primitive.name in WHOLE or is_elementwise(primitive)
+    return primitive.name in FACTORS or primitive.name in _WHOLE or is_elementwise(primitive)
+
+
+def register(primitive: Primitive | str, rule: str | Callable[[Mapping[str, Any], Shapes, Shapes], str | None]) -> None:
+    """Describe how a primitive treats the dimensions of its operands, so that it runs on slices of the batch.
+
+    By default, every device computes an unknown operation as a whole, and a message says so. Describe kernels that
+    treat each example separately, or that are contractions.
+
+    Args:
+      primitive: the primitive, or its name.
+      rule: a description like `numpy.einsum`'s, ``"operands->results"``. Use ``.`` for a dimension that must not be
+        split. A letter that occurs in no result is summed over. Or a function ``rule(params, shapes of the operands,
+        shapes of the results)`` that returns such a description, or None to compute the whole operation.
+
+    Raises:
+      ValueError: the description is invalid.
+
+    Example:
+      >>> from jaxdist.placements import register
+      >>> from jax.extend.core import Primitive
+      >>> attention_p = Primitive("my_attention")  # queries, keys, values: (batch, time, heads, width)
+      >>> register(attention_p, "b..., b..., b... -> b...")
+
+    References:
+      The sharding rules of Shardy (``OpShardingRule``).
+    """
+    name = primitive if isinstance(primitive, str) else primitive.name
+    if isinstance(rule, str):
+        FACTORS[name] = _described(rule)
+    elif callable(rule):
+        FACTORS[name] = lambda *of: None if (found := rule(*of)) is None else _described(found)(*of)
+    else:
+        raise ValueError(f"rule={rule!r}: a description such as 'b..., .d -> b.', or a function")
+
+
+def _described(rule: str) -> Rule:
+    equation = rule.replace(" ", "")
+    if equation.count("->") != 1 or set(equation) - set("->,.") - set(LETTERS):
+        raise ValueError(f"rule={rule!r}: expected a description such as 'b..., .d -> b.', or a function")
+    return einsum(equation)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.errors import StepError
-from jaxdist.ir.control_flow import CONTROL_FLOW, bodies
+from jaxdist.ir.interpreter import CONTROL_FLOW, bodies
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Classes, Node
 from jaxdist.placements.cost import cost, descend

@@ -23,7 +23,7 @@ from jaxdist import compat
 from jaxdist.ir.wire import Collective
 from jaxdist.machine import VIRTUAL
 from jaxdist.mesh import AXIS, GROUP, Axis, Sizes, along, along_data, in_host, mesh_of
-from jaxdist.placements.groups import HOST
+from jaxdist.placements.marks import HOST
 from jaxdist.planning import schedule
 from jaxdist.planning.footprint import readable
 from jaxdist.planning.report import Candidate, Plan, Traffic, duration, total_of

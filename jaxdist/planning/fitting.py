@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxdist.ir.liveness import held_at_once
+from jaxdist.ir.interpreter import held_at_once
 from jaxdist.mesh import AXIS, Sizes
 from jaxdist.planning.elsewhere import LEVELS, Elsewhere
 from jaxdist.planning.footprint import readable

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from rich.table import Table
 
 from jaxdist.machine import FRACTION, REACHED, fraction
-from jaxdist.placements.groups import Within
+from jaxdist.placements.marks import Within
 from jaxdist.planning.footprint import digits, readable
 from jaxdist.planning.topology import Topology
 from jaxdist.step.choice import Times

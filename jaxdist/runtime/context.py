@@ -247,16 +247,9 @@ def init(
         if ctx.size > 1:
             _write_whole_lines()
         failfast.install(ctx.control)  # from here on, a failure of one rank ends the job
-<<<<<<< HEAD
-        jax_ = start.jax_started(found, ctx.control, ctx.watchdog, wanted, timeout, number)
-        ctx.devices, ctx.hosts, ctx.mesh, ctx.communicator, ctx.kind = jax_
-=======
-        if ctx.size > 1 and (problem := streams.taken()):
-            raise RuntimeError(f"rank {ctx.rank}: {problem}")
         ctx.devices, ctx.hosts, ctx.mesh, ctx.communicator, ctx.kind = start.jax_started(
             found, ctx.control, ctx.watchdog, wanted, timeout, number
         )
->>>>>>> 8f1476fe84db7df2e4b9603b759702ef4bbd8cac
         ctx.num_devices = len(ctx.devices)
         ctx.rules = None if isinstance(communicator, str) else communicator
         farewell.install(ctx.control, ctx.watchdog, timeout)

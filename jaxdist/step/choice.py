@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxdist.errors import in_words
-from jaxdist.ir.liveness import held_at_once
+from jaxdist.ir.interpreter import held_at_once
 from jaxdist.ir.wire import Collective
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, MODEL, NAMES, SEQUENCE, Sizes, in_a_row, mesh_of, on_each_host

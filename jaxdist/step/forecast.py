@@ -13,7 +13,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import Mesh
 
-from jaxdist.ir.wire import Collective, merged, transfers
+from jaxdist.ir.wire import Collective, sent
 from jaxdist.machine import Machine
 from jaxdist.mesh import MODEL, Axis, data_size
 from jaxdist.placements.layouts import Layout, choose, layout, sharding
@@ -72,9 +72,8 @@ class Ahead:
         return sum(x.bytes for x in self.arguments if not x.host) + self.results
 
     def sent(self, machine: Machine) -> tuple[Collective, ...]:
-        """The collectives, as XLA may merge them (see `jaxdist.ir.wire.merged`)."""
-        devices = math.prod(axis.size for axis in self.axes)
-        return tuple(merged(transfers(self.program, self.axes, machine), devices, machine))
+        """The collectives, as XLA may merge them (see `jaxdist.ir.wire`)."""
+        return tuple(sent(self.program, self.axes, machine))
 
 
 class Forecast:

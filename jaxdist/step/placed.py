@@ -15,14 +15,13 @@ from jaxdist.communicators import Rules
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, GROUP, MODEL, Axis, axes_of_mesh, data_size, in_groups, passes
 from jaxdist.placements.buckets import Fuse
-from jaxdist.placements.emit import Emitter, local_types
+from jaxdist.placements.emit import Emitter, compressible, local_types
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import Layout, of_batch, sharding, spec
 from jaxdist.placements.offload import staged
 from jaxdist.placements.report import worth_splitting
 from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import REPLICATED
-from jaxdist.placements.wires import compressible
 from jaxdist.step.batch import is_keys, unsplit
 from jaxdist.step.passes import Pass, place, spec_of
 from jaxdist.step.signature import Signature

@@ -19,10 +19,9 @@ from jaxdist.ir.interpreter import contains
 from jaxdist.ir.trace import inside_step, stepping, trace
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, along_data, data_size, in_groups, passes
-from jaxdist.placements.groups import group
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import Layout, choose, on_host
-from jaxdist.placements.marks import Marks, marks
+from jaxdist.placements.marks import Marks, group, marks
 from jaxdist.placements.owners import way
 from jaxdist.runtime.context import get_context
 from jaxdist.step import finite, modules
