@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -24,23 +24,12 @@ def cost(placed: Placed, infer: Any, examples: int = 1, memory: bool = True) -> 
         if not move.again:
             taken += times * link.seconds(move.kind, move.bytes) / (1 if move.stored else examples)
             taken += times * (link.stall if move.waited_for else link.latency)
-    for size, times in _exchanged(placed):
-        taken += times * (link.seconds("all-reduce", size) / examples + link.stall)
-    return taken
-
-
-def sent_by(placed: Placed, infer: Any) -> float:
-    """The bytes that a device sends in a placed step."""
-    moved = sum(times * infer.link.sent(move.kind, move.bytes) for move, times in placed.moves if not move.again)
-    return moved + sum(times * infer.link.sent("all-reduce", size) for size, times in _exchanged(placed))
-
-
-def _exchanged(placed: Placed) -> Iterator[tuple[int, int]]:
-    """The bytes of what operations exchange by themselves, which counts as a sum of their results, and how often."""
     for one, times in placed.blocks():
         for node, strategy in zip(one.block.nodes, one.strategies, strict=True):
-            if strategy.exchanges:
-                yield sum(nbytes(one.block.avals[o]) for o in node.outs), times
+            if strategy.exchanges:  # counts as a sum of its results
+                size = sum(nbytes(one.block.avals[o]) for o in node.outs)
+                taken += times * (link.seconds("all-reduce", size) / examples + link.stall)
+    return taken
 
 
 def seconds(placed: Placed, machine: Machine, memory: bool = True) -> float:
