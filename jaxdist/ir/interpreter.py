@@ -272,11 +272,12 @@ class Interpreter:
 
 
 def live(jaxpr: Jaxpr) -> list[JaxprEqn]:
-    """The equations on which the outputs depend, and those with an effect other than naming a mesh axis."""
+    """The equations on which the outputs depend, those with an effect other than naming a mesh axis, and marks."""
     needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     kept: list[JaxprEqn] = []
     for eqn in reversed(jaxpr.eqns):
-        if has_effect(eqn) or any(v in needed for v in eqn.outvars):
+        # An optimizer may not look at its parameters, of which `jaxdist.zero` says all the same how they are kept.
+        if has_effect(eqn) or eqn.primitive.name == "jaxdist_shard" or any(v in needed for v in eqn.outvars):
             kept.append(eqn)
             needed.update(v for v in eqn.invars if not isinstance(v, Literal))
     return kept[::-1]

@@ -241,6 +241,18 @@ def test_gradients_of_each_example() -> None:
     assert keeps(got[0]) == SLICES
 
 
+def test_parameters_at_which_the_optimizer_does_not_look_beside_a_named_axis() -> None:
+    sgd = optax.sgd(0.1)
+    tx = jaxdist.zero(sgd, 3)
+
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, x)
+        updates, opt_state = tx.update(jax.lax.pmean(grads, "data"), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    assert keeps(check_steps(step, state_of(sgd), BATCHES, on=4, plain=step_of(sgd))[0]) == SLICES
+
+
 def test_parameters_that_are_not_given_to_update() -> None:
     def step_with(tx: Any) -> Any:
         def step(params: Any, opt_state: Any, x: Any) -> Any:
