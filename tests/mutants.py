@@ -75,6 +75,8 @@ MUTANTS: list[Mutant] = [
            "tests/oracle/test_optimizers.py -k matrices"),
     Mutant("groups share with all devices", "jaxdist/placements/marks.py",
            "return 0 if found == len(hosts) else found", "return 0", "tests/oracle/test_zero.py -k group"),
+    Mutant("a gathered gradient is turned afterwards", "jaxdist/placements/emit.py",
+           "users = self.block.users.get(i, ())", "users = ()", "tests/program/test_sent.py -k turned"),
     Mutant("level 3 keeps parameters whole", "jaxdist/placements/marks.py", '"parameter": 3', '"parameter": 4',
            "tests/oracle/test_zero.py -k what_a_level_keeps"),
     Mutant("a microbatch's loss is not divided", "jaxdist/gradients.py", "(total / k if jnp.issubdtype",

@@ -115,7 +115,7 @@ class Emitter:
         if summand is not None:
             return self._reduce(i, forms[summand], summand)
         own = next(f for f in forms if isinstance(f, Split))
-        return self._gather(forms[own], own, aval)
+        return self._gather(forms[own], own, aval, self._turned(i))
 
     def _wire(self, i: int, dtype: Any) -> str | None:
         """The dtype in which a summand travels, if it is a gradient that may be compressed."""
@@ -143,9 +143,20 @@ class Emitter:
             part = all_reduce_p.bind(part, axes=summand.owed, wire=wire)
         return part.astype(aval.dtype)
 
-    def _gather(self, x: Any, own: Split, aval: Any) -> Any:
+    def _turned(self, i: int) -> Sequence[int]:
+        """The order of its dimensions in which a value is gathered: that in which it is taken next."""
+        # XLA makes a transpose a part of the product before it, and of what comes after a gather a slow loop: without
+        # this a step of ten layers of 1024 x 1024, at level 0 on two CPUs, takes 2.6 times as long.
+        users = self.block.users.get(i, ())
+        user = self.block.nodes[users[0]] if len(users) == 1 and self.block.uses[i] == 1 else None
+        return user.eqn.params["permutation"] if user is not None and user.name == "transpose" else ()
+
+    def _gather(self, x: Any, own: Split, aval: Any, turned: Sequence[int] = ()) -> Any:
         if not aval.size:
             return jnp.zeros(aval.shape, aval.dtype)
+        if turned and own.outer == 1 and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+            whole = self.gather(x.transpose(turned), turned.index(own.dim), own.size)
+            return whole.transpose(np.argsort(turned))
         raw, back = _raw(x)
         d = own.dim
         raw = raw.reshape(*raw.shape[:d], own.outer, own.chunk, *raw.shape[d + 1 :]) if own.outer > 1 else raw

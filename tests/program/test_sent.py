@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -347,6 +348,19 @@ TRAVELS: dict[str, tuple[Any, Any, Any, int, int | None]] = {
     "rows of a table": (looked_up, [zeros(4096, 96), zeros(96, 768)], jnp.zeros((24, 2), jnp.int32), 3, 0),
 }
 """A loss, its parameters and batch, the level, and how many weights are gathered."""
+
+
+@pytest.mark.optimised
+def test_a_gathered_gradient_is_not_turned_afterwards() -> None:
+    """A whole weight that is transposed after the gather is a slow loop, of which the device does all."""
+
+    def step(w: Any, x: Any) -> Any:
+        loss = lambda w: jnp.mean(jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]) ** 2)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, jax.grad(loss)(w))
+
+    text = str(decorated(step, 2).lower([zeros(512, 512)] * 2, zeros(16, 512)).compile().as_text())
+    assert "all_gather" in text
+    assert re.findall(r"f32\[512,512\]\S* (?:transpose|copy)\(", text) == []
 
 
 @pytest.mark.parametrize("name", TRAVELS)
