@@ -29,6 +29,7 @@ from jaxdist.communicators import lowering
 from jaxdist.errors import ControlError, in_words
 from jaxdist.ir.interpreter import retrace
 from jaxdist.mesh import AXIS
+from jaxdist.runtime import gloo
 from jaxdist.runtime.context import Context, get_context
 
 _ADVICE = "Nothing was sent. Every rank must come with the same shapes and dtypes"
@@ -179,7 +180,10 @@ def _program(
     jitted = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
 
     def run(xs: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        return jitted(*(jax.make_array_from_single_device_arrays(x.shape, each, [x]) for x in xs))
+        inputs = [jax.make_array_from_single_device_arrays(x.shape, each, [x]) for x in xs]
+        if len(devices) == 1 or communicator == "mpi" or devices[0].platform != "cpu":
+            return jitted(*inputs)
+        return gloo.quietly(tuple(d.id for d in devices), lambda: jitted(*inputs))
 
     return run
 

@@ -31,8 +31,6 @@ _CAUSE = re.compile(
 )
 # What Open MPI says that has lost a host. It would wait for ever for the other half to confirm.
 _LOST = re.compile(rb"(prterun|mpirun) (?:has )?detected that one.*")
-# Of gloo, a line a rank for each set of processes that it connects; nothing turns it off.
-_CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected to ")
 # No other command's failure leads to these.
 _CRASHES = {128 + s for s in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)}
 
@@ -184,6 +182,6 @@ def _pumps(process: "subprocess.Popen[bytes]", command: Command, causes: list[tu
             causes.append((match[1].decode(errors="replace"), match[2].decode()))
         elif match := _LOST.search(line):
             causes.append((match[0].decode(errors="replace"), command.name))
-        return None if _CHATTER.search(line) else shown(line)
+        return shown(line)
 
     return [Pump(process.stdout, sys.stdout, noted), Pump(process.stderr, sys.stderr, noted)]

@@ -1,13 +1,27 @@
-"""Gloo, which carries XLA's collectives between CPU processes: its first connection."""
+"""Gloo, which carries XLA's collectives between CPU processes: its first connection, without what it prints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxdist import streams
+
+_T = TypeVar("_T")
+
+# A line a rank, on standard output, for each set of processes that it connects; nothing turns it off.
+_CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected to ")
+_lock = threading.Lock()  # there is one standard output
+_connected: set[tuple[Any, ...]] = set()
 
 
 def connect(mesh: Mesh, names: Sequence[str]) -> None:
@@ -20,4 +34,35 @@ def connect(mesh: Mesh, names: Sequence[str]) -> None:
     each = NamedSharding(mesh, cut)
     ones = jax.make_array_from_callback((mesh.size,), each, lambda _: np.ones(1, np.int32))
     sum_of = jax.shard_map(lambda x: lax.psum(x, tuple(names)), mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False)
-    jax.block_until_ready(jax.jit(sum_of)(ones))
+    devices = tuple(device.id for device in mesh.devices.flat)
+    quietly(devices if len(mesh.axis_names) == 1 else (devices, *names), lambda: jax.jit(sum_of)(ones))
+
+
+def quietly(between: tuple[Any, ...], run: Callable[[], _T]) -> _T:
+    """What a program between CPU processes returns, without gloo's word in the first that it has connected them."""
+    if between in _connected:
+        return run()
+    with _lock, _held_output():
+        result = jax.block_until_ready(run())
+    _connected.add(between)
+    return result
+
+
+@contextlib.contextmanager
+def _held_output() -> Iterator[None]:
+    streams.flush()
+    try:
+        own = os.dup(1)
+    except OSError:  # there is none
+        yield
+        return
+    held = os.memfd_create("stdout")
+    os.dup2(held, 1)
+    try:
+        yield
+    finally:
+        streams.flush()
+        os.dup2(own, 1)
+        os.lseek(held, 0, os.SEEK_SET)
+        with os.fdopen(own, "wb") as output, os.fdopen(held, "rb") as lines:
+            output.writelines(line for line in lines if not _CHATTER.match(line))
