@@ -86,11 +86,6 @@ def steps(train: Any, state: Any, each: Iterable[Any]) -> tuple[Any, list[Any]]:
     return state, found
 
 
-def real(part: Part, inputs: Any) -> Any:
-    """A last batch, of which three examples are padding."""
-    return part((inputs, np.arange(SIZE) < SIZE - 3))
-
-
 def of_cnn(decorate: Decorate, part: Part, level: int) -> Any:
     model = cnn.CNN(nnx.Rngs(0))
     nnx.update(model, wide(nnx.state(model)))
@@ -135,7 +130,7 @@ def of_experts(decorate: Decorate, part: Part, level: int) -> Any:
     state = linen(experts, experts.Classifier(), next(batches())["image"], level, "TrainState")
     train, evaluate = decorate(experts.train_step, jax.jit), decorate(experts.eval_step, jax.jit)
     state, found = steps(train, state, map(part, batches()))
-    return found, state.params, evaluate(state, real(part, next(batches())))
+    return found, state.params, evaluate(state, part(next(batches())))
 
 
 def attention(q: Any, k: Any, v: Any, is_causal: bool) -> Any:
@@ -153,7 +148,7 @@ def of_gpt(decorate: Decorate, part: Part, level: int) -> Any:
     text = gpt.windows(np.frombuffer(Path(__file__).read_bytes(), np.uint8), 16)
     with mock.patch.object(jax.nn, "dot_product_attention", attention):
         state, found = steps(train, state, (part(text[i * SIZE : (i + 1) * SIZE]) for i in range(3)))
-        return found, state.params, evaluate(state, real(part, text[-SIZE:]))
+        return found, state.params, evaluate(state, part(text[-SIZE:]))
 
 
 def of_ppo(decorate: Decorate, part: Part, level: int) -> Any:
