@@ -178,7 +178,8 @@ def test_too_many_open_files_are_no_damage(path: Path) -> None:
     for number in taken:
         os.close(number)
     assert told
-    assert all(os.strerror(errno.EMFILE) in text for text in told), told
+    words = os.strerror(errno.EMFILE), f"os_error_code='{errno.EMFILE}'"  # the middle of a long message is cut out
+    assert all(any(word in text for word in words) for text in told), told
     jaxdist.save(path, filled(30), 30)
     assert there(path) == ["10", "20", "30"]
 
