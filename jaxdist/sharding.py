@@ -51,7 +51,7 @@ def zero(
       level: the values to shard, with the bytes per parameter on each of N devices (float32, Adam). 0: nothing (16). 1:
         the optimizer state (8 + 8/N). 2: the gradients too (4 + 12/N). 3: the parameters too (16/N). Level 3 gathers
         each parameter where the forward and backward passes use it, one layer at a time under ``jax.lax.scan``. Between
-        steps parameters stay sharded; see `jaxdist.unshard`.
+        steps parameters stay sharded; see `jaxdist.unshard`. Level 3 needs ``tx.update(grads, opt_state, params)``.
       within: the devices that share a leaf: all (None), those of each host (``"host"``), or this many in a row. Each
         group holds the whole leaf (hybrid sharding), so gathers stay within a group and only slices of gradients are
         sent between groups.
@@ -72,7 +72,7 @@ def zero(
       TypeError: `tx` is not a gradient transformation, or `offload` is not a bool.
       ValueError: an invalid `level`, `within`, `split`, or `precision`; `offload` at level 0; (from ``update``) state
         or gradients that do not match the parameters, or no parameter in the 16 bits of `precision`; (at compilation)
-        groups that do not divide the devices, or devices that cannot use host memory.
+        groups that do not divide the devices, devices that cannot use host memory, or level 3 without parameters.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist, optax
