@@ -5,6 +5,7 @@ All of it runs on the thread of the event loop; to send waits for nobody.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import threading
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +15,9 @@ from jaxdist.control.rendezvous import Member
 from jaxdist.control.wire import Link
 
 PRINT_SECONDS = 0.3  # for the others to print the reason before the launcher kills them
+# Seconds for the other ranks to come before a mismatch is told: who has heard of it may be in its next call at once,
+# which would meet the failure of this one until everyone has.
+_GRACE = 0.5
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 
@@ -44,6 +48,7 @@ class Hub:
         self.failure: str | None = None  # of the running exchange: late ranks are told as well
         self.told: set[int] = set()
         self.left: set[int] = set()
+        self.timer: asyncio.TimerHandle | None = None
         self.open = set(links)
         self.all_gone = threading.Event()
 
@@ -106,15 +111,22 @@ class Hub:
         if self.left:
             self.fail(self.why_gone())
         elif len({t for t, *_ in self.entered.values()}) > 1:
-            self.fail(
-                f"the ranks are in different calls. {self.where()} Every rank must make the same jaxdist calls in the "
-                "same order: look for a call under `if rank == ...`, or loops of different length"
-            )
+            if len(self.entered) == self.root.size:
+                self.mismatch()
+            elif self.timer is None:
+                self.timer = asyncio.get_running_loop().call_later(_GRACE, self.mismatch)
         elif len(self.entered) == self.root.size:
             values = [self.entered[r][1] for r in range(self.root.size)]
             self.reset()
             for r in self.others(-1):
                 self.send(r, ("result", tag, values))
+
+    def mismatch(self) -> None:
+        if self.failure is None and len({t for t, *_ in self.entered.values()}) > 1:
+            self.fail(
+                f"the ranks are in different calls. {self.where()} Every rank must make the same jaxdist calls in the "
+                "same order: look for a call under `if rank == ...`, or loops of different length"
+            )
 
     def why_gone(self) -> str:
         left = ", ".join(self.root.who(r) for r in sorted(self.left))
@@ -148,7 +160,9 @@ class Hub:
         self.send(rank, ("error", "", reason))
 
     def reset(self) -> None:
-        self.failure, self.entered, self.told = None, {}, set()
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer, self.failure, self.entered, self.told = None, None, {}, set()
 
     def end_all(self, message: str, spare: int, code: int = 1, pause: float = 0.0, stacks: bool = False) -> None:
         for r in self.others(spare):
