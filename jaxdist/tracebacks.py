@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import traceback
 import types
@@ -15,7 +14,6 @@ import jax
 A = ParamSpec("A")
 R = TypeVar("R")
 
-_OF_A_STEP = "_left_a_step_of_jaxdist"
 _HIDDEN = tuple(f"{Path(module).resolve().parent}/" for module in (jax.__file__, __file__))
 
 
@@ -30,16 +28,9 @@ def api_boundary(function: Callable[A, R]) -> Callable[A, R]:
             config: Any = jax.config
             if config.jax_traceback_filtering != "off":
                 error.__traceback__ = _shortened(error.__traceback__)
-            with contextlib.suppress(AttributeError):  # of a class with slots
-                setattr(error, _OF_A_STEP, True)
             raise
 
     return call
-
-
-def of_a_step(error: BaseException | None) -> bool:
-    """Whether an error has left a step, or another function with such a boundary."""
-    return getattr(error, _OF_A_STEP, False)
 
 
 def _shortened(full: types.TracebackType | None) -> types.TracebackType | None:

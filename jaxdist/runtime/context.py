@@ -115,8 +115,9 @@ class Context:
           >>> np.split(np.arange(10), parts)[own[0]].tolist()
           [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
         """
-        passed = parts_of_ranks(self, mesh)
-        return passed[self.rank], len(set().union(*passed))
+        made = mesh_of(mesh, self.devices) if mesh else self.mesh
+        parts = parts_of_batch(made, in_lanes=self.communicator == "lanes")
+        return tuple(by_rank(parts).get(self.rank, ())), len(parts)
 
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until every process makes this call.
@@ -255,13 +256,6 @@ def init(
         farewell.install(ctx.control, ctx.watchdog, timeout)
         _context, _requested = ctx, requested
         return ctx
-
-
-def parts_of_ranks(context: Context, mesh: Mesh | Sizes | None = None) -> list[tuple[int, ...]]:
-    """The parts of a batch that each rank passes; see `Context.parts`."""
-    made = mesh_of(mesh, context.devices) if mesh else context.mesh
-    of = by_rank(parts_of_batch(made, in_lanes=context.communicator == "lanes"))
-    return [tuple(of.get(rank, ())) for rank in range(context.size)]
 
 
 def started() -> Context | None:

@@ -104,8 +104,8 @@ class DataParallel(Generic[P, R]):
         arranged, keywords = self._settings.calling.arrange(args, kwargs)
         check_there(self._base, self._settings.calling, arranged, keywords, jax.tree.leaves(arranged))
         with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):  # JAX's check would name the copy
-            args = tuple(x if modules.found(x) else jax.tree.map(on_one_device, x) for x in args)
-            kwargs = {name: x if modules.found(x) else jax.tree.map(on_one_device, x) for name, x in kwargs.items()}
+            local = lambda x: x if modules.found(x) else jax.tree.map(on_one_device, x)
+            args, kwargs = tuple(map(local, args)), {name: local(x) for name, x in kwargs.items()}
         return self._plain(args, kwargs)
 
     def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,7 +143,7 @@ class DataParallel(Generic[P, R]):
                     x.delete()
         if found is not None:
             assert self._mesh is not None
-            kinds = (self._cache.looked_for if not self._settings.check_finite else None) or (True, True)
+            kinds = (True, True) if self._settings.check_finite else self._cache.looked_for or (True, True)
             finite.examine(program.placed.step.checked, found, self._mesh, f"step {name!r}, call {call}: ", kinds)
         if self._settings.check_every and call % self._settings.check_every == 0:
             assert self._context is not None
