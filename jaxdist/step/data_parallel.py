@@ -87,7 +87,7 @@ def data_parallel(
       static_argnums: arguments that are constants of the program, as in `jax.jit`.
       static_argnames: names of such arguments.
       donate_argnums: state arguments whose memory the results may reuse, as in `jax.jit`. They cannot be used after the
-        call. Arrays that are copied to the devices for the call stay usable.
+        call.
       donate_argnames: names of such arguments.
       donate: donate every state argument whose structure, shapes, and dtypes occur in the result as often as among the
         arguments, except single numbers.

@@ -42,7 +42,6 @@ class Placer:
         if not padded and not isinstance(x, jax.Array):
             return ELSEWHERE
         own = x.sharding
-        # An array of one device is not ours even if the mesh is that device: it would be donated.
         if not isinstance(own, NamedSharding) or not self.is_ours(own.mesh):
             return ELSEWHERE
         if padded:
@@ -54,6 +53,13 @@ class Placer:
             how = on_host(None, x.shape, self.mesh.size) if host else None
             return ELSEWHERE if host and how is None else how
         return ELSEWHERE if (cuts := _cuts(own)) is None else layout(*cuts, host=host)
+
+    def is_kept(self, x: Any, how: Layout | None) -> bool:
+        """Whether a program can take a leaf of the state unchanged. On a mesh of one device these are all arrays on
+        that device, as for `jax.jit`: a copy would be a second state during the first call."""
+        if self.mesh.size == 1 and how is None and isinstance(x, jax.Array) and x.devices() == set(self.local_devices):
+            return x.sharding.memory_kind == self.state_sharding.memory_kind
+        return self.layout(x) is how
 
     def is_ours(self, mesh: Any) -> bool:
         """Whether a mesh is this one, or this one in groups."""

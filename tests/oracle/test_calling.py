@@ -432,6 +432,10 @@ def test_what_is_donated() -> None:
     host = np.array(W)
     jaxdist.data_parallel(step, donate=True)(host, W * 2, X)
     np.testing.assert_array_equal(host, W)
+    kept, given = jnp.copy(W), jnp.copy(W)  # on one device nothing is copied, as by jit
+    alone = Mesh(jax.devices()[:1], ("data",))
+    jaxdist.data_parallel(step, donate_argnums=1, mesh=alone)(kept, given, X)
+    assert (kept.is_deleted(), given.is_deleted()) == (False, True)
 
 
 def test_what_donate_says_of_arguments_by_structure() -> None:
