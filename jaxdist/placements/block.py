@@ -28,6 +28,8 @@ class Node:
     calls: tuple[JaxprEqn, ...] = ()  # the calls in whose place it stands, the outermost first
     # its factors, once they were asked for (`jaxdist.placements.walk.Walk.factors`)
     described: list[Any] = field(default_factory=list, init=False)
+    # what `Walk.by_factors` returned for its operands' placements
+    by_factors: dict[Any, Any] = field(default_factory=dict, init=False)
 
     @property
     def line(self) -> str:

@@ -212,12 +212,15 @@ class Walk:
         """Cut along the factor for which least has to move."""
         if described is None:
             return None
-        best: tuple[Any, Strategy] | None = None
-        for factor, split in self.candidates(node, ins, described):
-            strategy, cost = self.cut(node, ins, described, factor, split)
-            if strategy and (best is None or cost < best[0]):
-                best = cost, strategy
-        return best and best[1]
+        known, key = node.by_factors, tuple(ins)  # walks of a block differ in few operations
+        if key not in known:
+            best: tuple[Any, Strategy] | None = None
+            for factor, split in self.candidates(node, ins, described):
+                strategy, cost = self.cut(node, ins, described, factor, split)
+                if strategy and (best is None or cost < best[0]):
+                    best = cost, strategy
+            known[key] = best and best[1]
+        return known[key]
 
     def candidates(self, node: Node, ins: Sequence[Placement], described: Factors) -> Sequence[tuple[int, Split]]:
         """Factors along which an operand is split; those of the batch if there are any: what is stored moves."""
