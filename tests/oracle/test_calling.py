@@ -75,7 +75,10 @@ scaled: Any = lambda w, b: loss_of(w, b["x"]) * b["s"]
 TREE = {"w": W, "in": jnp.ones((4, 3)), "b": jnp.zeros(3)}
 OTHER = {"u": W, "v": jnp.ones(6)}
 ADAM = optax.adam(0.1)
-MLP = eqx.nn.MLP(4, "scalar", 8, 1, key=KEY)
+MLP = jax.tree.map(
+    lambda x: RNG.normal(size=x.shape) if isinstance(x, jax.ShapeDtypeStruct) else x,
+    eqx.filter_eval_shape(eqx.nn.MLP, 4, "scalar", 8, 1, key=KEY),
+)
 KINDS = {"x": X, "y": Y, "s": 2.0, "n": np.float32(3), "z": jnp.asarray(2.0), "k": KEY, "kind": "mean", "none": None}
 
 

@@ -40,7 +40,8 @@ def random(seed: int, **shapes: tuple[int, ...]) -> dict[str, Any]:
 
 
 def trained(loss_fn: Any, params: Any, batch: Any, tx: Any = ADAM) -> tuple[Any, tuple[Any, ...]]:
-    return train_step(loss_fn, tx), (params, jax.tree.map(np.asarray, tx.init(params)), batch)
+    state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(tx.init, params))
+    return train_step(loss_fn, tx), (params, state, batch)
 
 
 def mlp(inner: int = 256, layers: int = 1, **options: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -335,7 +335,7 @@ def looked_up(params: Any, ids: Any) -> Any:
 
 
 def zeros(*shape: int) -> Any:
-    return jnp.zeros(shape, jnp.float32)
+    return np.zeros(shape, np.float32)
 
 
 WIDE = [zeros(96, 768), zeros(768, 96)]
@@ -345,7 +345,7 @@ TRAVELS: dict[str, tuple[Any, Any, Any, int, int | None]] = {
     "few examples, level 1": (layers_of, WIDE, zeros(24, 96), 1, 2),
     "64 rows beside 512 columns": (layers_of, [zeros(512, 512)] * 2, zeros(64, 512), 3, 0),
     "a weight used twice": (tied, [zeros(512, 512)], zeros(32, 512), 3, None),
-    "rows of a table": (looked_up, [zeros(4096, 96), zeros(96, 768)], jnp.zeros((24, 2), jnp.int32), 3, 0),
+    "rows of a table": (looked_up, [zeros(4096, 96), zeros(96, 768)], np.zeros((24, 2), np.int32), 3, 0),
 }
 """A loss, its parameters and batch, the level, and how many weights are gathered."""
 
