@@ -35,6 +35,11 @@ FIRST = (
 """The longest, each of which one worker runs: as the last one it would keep the others waiting."""
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One more than cores: tests of jobs wait for these half of their time."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files in the order of `FIRST`, then those with slow tests, then the others."""
     files = {item.path: item.path.relative_to(Path(__file__).parent).as_posix() for item in items}

@@ -198,10 +198,11 @@ def refused() -> None:
         (lambda: donated(gone, X[R]), RuntimeError, ("w ", "call 2")),
         (lambda: donated(gone if R == 1 else W, X[R]), ValueError, ("w ", "call 2")),
     ]
+    usual, right = over(loss_of), loss_of(W, whole(X))
     for call, kind, tokens in rows:
         with raises((kind, RuntimeError), *tokens):
             call()
-        close(over(loss_of)(W, X[R]), loss_of(W, whole(X)))
+        close(usual(W, X[R]), right)
     weighs = over(lambda w, c, x, y: loss_of(w, x, y) * c.sum())
     weighs(W, TABLE[:ROWS], X[0], Y[0])  # the same on all ranks tells nothing of the second argument
     with raises(ValueError, "c", "batch_argnums"):
