@@ -1,8 +1,8 @@
 """The *fuse* pass: send small tensors together, in the order in which the step makes or needs them.
 
-A message costs latency plus time per byte, so a few large tensors beat many small ones. Collectives of one kind
-(operation, dtype, dtype on the wire) share a bucket until it is full. A tensor that fills a bucket alone is sent
-without a copy, which would cost more than it saves. Two tensors never share a bucket if one depends on the other.
+A message costs latency plus time per byte, so small tensors are sent together. Collectives of one
+kind (operation, dtype, dtype on the wire) share a bucket until it is full. A tensor that fills one
+alone is not copied: that would cost more than it saves. Dependent tensors never share a bucket.
 
 Reductions start once the backward pass has made the last tensor of their bucket; shards are
 gathered when the first whole array of a bucket is needed, and no sooner.
@@ -194,8 +194,8 @@ def _given(jaxpr: Jaxpr) -> Any:
 class _Pace:
     """Decide when to gather shards that the step uses: at most `ahead` bytes before their use.
 
-    A gather of stored shards depends on no computation, so without a delay XLA would run all gathers first, and would
-    share one between the forward and the backward pass.
+    A gather of stored shards depends on no computation, so without a delay XLA would run all first,
+    and one for both the forward and the backward pass.
     """
 
     def __init__(self, ahead: int, first: Any):

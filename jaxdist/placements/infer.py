@@ -56,7 +56,7 @@ class Infer:
         """Return the block of a jaxpr; each is flattened once."""
         key = (id(closed.jaxpr), backward)
         if key not in self._blocks:
-            self._blocks[key] = closed, flatten(closed, backward)  # holds the jaxpr, so its id stays unique
+            self._blocks[key] = closed, flatten(closed, backward)  # keeps the id unique
         return self._blocks[key][1]
 
     def place(

@@ -53,7 +53,7 @@ def _look_up(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
         return Strategy([REPLICATED] * 2, [REPLICATED], run_as_is) if rows.stored else None
     shape = walk.shapes(node.ins)[0]
     last = [shape[d] - params["slice_sizes"][d] for d in numbers.start_index_map]
-    fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP  # otherwise XLA takes the nearest row
+    fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP  # else XLA takes the nearest
 
     def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
         at, own, exists = _own(emitter, _signed(xs[1], None if fills else last), column, rows, shape[rows.dim])

@@ -265,7 +265,7 @@ def _batched_while(
     cond: Block,
     body: Block,
 ) -> Strategy:
-    """Place the ``vmap`` of a loop, which runs until all examples are done; they then stop changing.
+    """Place the ``vmap`` of a loop: it runs until all examples are done; finished ones stay fixed.
 
     If its turns communicate nothing, each device stops with the last of its own examples.
     """

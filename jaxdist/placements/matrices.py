@@ -1,8 +1,8 @@
 """Find whole-matrix work on shards: Newton-Schulz iterations, factorizations, their products.
 
-On slices of a matrix, such work gathers it repeatedly, or every device repeats the work. This module
-finds the operations that need all of a stored value, and joins operations that depend on each other into
-independent components, usually one per matrix. `jaxdist.placements.owners` decides how to run them.
+On slices of a matrix, such work gathers it repeatedly, or every device repeats it. This module
+finds operations that need all of a stored value, and joins those that depend on each other into
+independent components, usually one per matrix; `jaxdist.placements.owners` decides how to run them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def bytes_sent(placed: Placed, component: Component) -> int:
 
 
 def components(infer: Any, placed: Placed, moved: Counter[int]) -> list[Component]:
-    """Find components. Control flow is one operation, unless it contains more of them than its surroundings."""
+    """Find components. Control flow is one operation, unless more are inside than around it."""
     whole = [is_whole_work(n, s, placed.at, moved) for n, s in zip(placed.block.nodes, placed.strategies, strict=True)]
     if not any(whole):
         return []
@@ -133,13 +133,13 @@ class _Finder:
         keys = any(jnp.issubdtype(self.block.avals[i].dtype, jax.dtypes.extended) for i in (*node.ins, *node.outs))
         inside = not of_batch and not keys and _is_pure(node, strategy, self._most)
         if inside and not is_whole and len(set(joined.values())) > 1:
-            # Matrices meet in a few numbers, such as a norm of all: not a reason to join components.
+            # Matrices meet in few numbers, such as a norm of all: no reason to join components.
             inside = not any(self._small[i] for i in joined)
         component = -1
         if not inside:
             stage += bool(joined)
         elif is_whole or joined:
-            component = min(joined.values(), default=len(self._at))  # a new one is named after its first operation
+            component = min(joined.values(), default=len(self._at))  # numbered by its first operation
             for other in joined.values():
                 self._joined.tie(other, component)
         self._at.append((stage, component))
@@ -149,7 +149,7 @@ class _Finder:
             self._small[o] |= all(self._small[i] for i in node.ins)
 
     def _takes_all(self, k: int) -> bool:
-        """Check whether an operation would gather slices that come back, like picking a sorted array's entry."""
+        """Check whether an operation would gather returned slices, like a pick from a sorted array."""
         at, avals, node = self.placed.at, self.block.avals, self.block.nodes[k]
         there = any(self._component[i] >= 0 and isinstance(at[i], Replicated) for i in node.ins
                     if self.infer.choose(avals[i].shape) is not None)  # fmt: skip

@@ -1,9 +1,9 @@
 """The *offload* pass: bring state from host memory to its device in parts, each when it is needed.
 
-XLA starts a copy as soon as it can: all state would arrive at the start of a step and share the device with
-the activations. So state comes in stages: each holds the leaves of some parameters, and waits for their
-gradients and for the update of the stage before. Leaves that share a result (the moments of one parameter)
-share a stage, and so do leaves whose new parameters are gathered in one bucket, which never happens on GPUs.
+XLA starts copies as soon as it can: all state would arrive when a step begins, and share the device
+with the activations. So state comes in stages. Each waits for the gradients of its parameters and
+the update of the stage before. Leaves that share a result (one parameter's moments) share a stage,
+and so do leaves whose new parameters are gathered in one bucket, but not on GPUs.
 
 Reference: Ren et al., *ZeRO-Offload*, USENIX ATC 2021 (there the host computes the update as well).
 """
@@ -40,7 +40,7 @@ class _Stage(NamedTuple):
 
 
 def staged(closed: ClosedJaxpr, offloaded: Mapping[int, int | None], axes: Sequence[Axis]) -> ClosedJaxpr:
-    """Return a device's program that fetches state from host memory, with operations in the order of stages."""
+    """Return a device's program that fetches host state, its operations in order of stages."""
     if not offloaded:
         return closed
     if any("Ordered" in type(effect).__name__ for effect in closed.effects):
@@ -92,7 +92,7 @@ def _origins(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], offloaded: Mapping[int, int
         last = max(before, key=lambda one: one.when, default=_Origin())
         result: Any = eqn.outvars[0] if eqn.outvars else None
         if eqn.primitive is shard_p and eqn.params["role"] == "gradient":
-            # Marks are where the optimizer is called: a gradient is ready when its marked value is made.
+            # Marks are where the optimizer is called; the gradient is ready when its value is.
             last = _Origin(away, next((made[v] for v in _variables(eqn.invars) if v in made), 0), result)
         elif last.when >= 0 and not away and result.aval.size == 1:  # a norm of all, for example
             last = _Origin(away, n, result)
@@ -102,7 +102,7 @@ def _origins(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], offloaded: Mapping[int, int
 
 
 def _stages(jaxpr: Jaxpr, offloaded: Mapping[int, int | None], origins: Mapping[Any, _Origin]) -> list[_Stage]:
-    """Divide the offloaded arguments into parts to update one by one, in the order of their gradients."""
+    """Divide the offloaded arguments into parts to update in the order of their gradients."""
     together: list[_Origin] = []
     for v in (*_variables(jaxpr.outvars), *(jaxpr.invars[i] for i in offloaded)):
         one = origins.get(v, _Origin())
@@ -125,7 +125,7 @@ def _stages(jaxpr: Jaxpr, offloaded: Mapping[int, int | None], origins: Mapping[
 
 
 def _fetching(own: Sequence[Any], after: Sequence[Any], names: dict[Any, Any], axes: Sequence[Axis]) -> list[JaxprEqn]:
-    """Return operations that fetch variables after others are computed; add the new names to `names`."""
+    """Return operations that fetch variables after others; add the new names to `names`."""
 
     def fetch(*operands: Any) -> list[Any]:
         return fetch_p.bind(*operands, count=len(own))

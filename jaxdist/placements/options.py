@@ -1,13 +1,13 @@
 """The choice among options for a block's operations that minimizes a device's time for the block.
 
-A walk picks for each operation the option that sends least for it alone. Other options pay off for several
-operations at once, or not at all: a weight that one product does not gather is gathered for the next, a
-sliced gradient is added to a whole one. So operations switch together if they share a weight, make terms of
-one sum, or come from the same line with the same shapes. A descent over such groups starts from none and
-from all of them. It depends only on the block, and counts its tries, so every rank finds the same result.
+A walk picks for each operation the option that sends least for it alone. Others pay off for several
+operations at once, or not at all: a weight not gathered for one product is gathered for the next, a
+sliced gradient is added to a whole one. So operations switch together if they share a weight, make
+terms of one sum, or come from one line with equal shapes. A descent over such groups starts from
+none and from all. It depends only on the block and counts its tries, so all ranks agree.
 
 References:
-  Zheng et al., *Alpa*, arXiv 2201.12023, section 4 (strategies of operations, and the cost of getting from one to
+  Zheng et al., *Alpa*, arXiv 2201.12023, section 4 (strategies, and the cost of getting from one to
   the next); Li et al., *Automatically finding efficient layouts*, TOAST, arXiv 2508.15010.
 """
 

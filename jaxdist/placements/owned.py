@@ -136,7 +136,7 @@ class _Parcels:
                 self.widths[key] = max(end, self.widths.get(key, 0))
 
     def closed(self, owner: int | None, values: dict[int, Any], rows: int) -> Parcels:
-        """Pack an owner's values, whose first dimension is the rows, into rows; without an owner, pack zeros."""
+        """Pack an owner's values, row first, into rows; without an owner, pack zeros."""
         parts: dict[str, list[Any]] = {key: [] for key in self.widths}
         for i, key, _ in self._places.get(owner, ()) if owner is not None else ():
             parts[key].append(exchange.bits(jnp.asarray(values[i]))[0].reshape(rows, -1))

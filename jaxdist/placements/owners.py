@@ -1,9 +1,9 @@
 """Owners: send whole matrices to one device each, process them once, and send back slices.
 
-Longest first, each component of whole-matrix work (`jaxdist.placements.matrices`) goes to the device
-with the least work. A stack of matrices, such as layers that a loop runs over, is split along its
-leading dimension instead. Work stays on slices if that is cheaper. The search for options does not cover
-this: the cost of an owner depends on the owners of all other matrices, so they are assigned at once.
+Longest first, each component of whole-matrix work (`jaxdist.placements.matrices`) goes to the
+device with the least work. A stack of matrices, as of layers in a loop, is split along its leading
+dimension instead. Work stays on slices if that is cheaper. The search for options omits this: an
+owner's cost depends on the owners of all other matrices, so all are assigned at once.
 
 References:
   Anil et al., *Scalable Second Order Optimization for Deep Learning*, arXiv 2002.09018 (the work of an optimizer
@@ -35,7 +35,7 @@ Way = Literal["slices", "owners"] | None
 """The way to run whole-matrix work; None picks the cheaper one."""
 
 owners_p = Primitive("jaxdist_owners")
-"""Components that one device each computes, or a stack that all compute. Never bound; it names the operation."""
+"""Components, each computed on one device, or a stack on all. Never bound: it is only a name."""
 
 
 @dataclass(eq=False)
@@ -82,7 +82,7 @@ def way(closed: ClosedJaxpr) -> Way:
 
 
 def with_owners(infer: Any, placed: Placed) -> Block | None:
-    """Return a block with owners for whole-matrix work, or None if it has none or slices are cheaper."""
+    """Return a block with owners for whole-matrix work, or None if that does not pay."""
     moved = bytes_moved(placed)
     found = components(infer, placed, moved)
     inner = max((body.matrices for strategy in placed.strategies for body in strategy.bodies), default=0)
@@ -127,7 +127,7 @@ def _chosen(infer: Any, placed: Placed, costs: _Costs, found: Sequence[Component
 def _cheapest(musts: Sequence[Work], others: Sequence[tuple[Work, float]], link: Link) -> list[Work]:
     """Choose the work that owners finish in less time than slices.
 
-    Work with the most bytes stays on slices first: the owner of a giant works long after all others are done.
+    Work with the most bytes stays on slices first: a giant's owner finishes long after the others.
     """
     others = sorted(others, key=lambda other: other[0].sent)
     ways = [[*musts, *(one for one, _ in others[:k])] for k in range(len(others) + 1)]
@@ -161,7 +161,7 @@ _Costs = tuple[dict[int, float], set[int]]
 
 
 def _costs(infer: Any, placed: Placed, moved: Counter[int]) -> _Costs:
-    """Return each operation's seconds on slices (by id), and the operations that slices cannot run."""
+    """Return each operation's seconds on slices (by id), and those that slices cannot run."""
     machine, link = infer.machine, infer.link
     costs: dict[int, float] = {}
     always = set()
@@ -206,7 +206,7 @@ def _stack(infer: Any, placed: Placed, component: Component) -> Work | None:
 
 
 def _rewritten(block: Block, works: Sequence[Sequence[Work]]) -> Block:
-    """Replace each group of components in a block by one operation, in an order in which all can run."""
+    """Replace each group of components by one operation, in an order in which all can run."""
     owned = {id(node) for group in works for one in group for node in one.component.nodes}
     groups: dict[int, Node] = {}  # by id of its first operation, whose position it takes
     for group in works:

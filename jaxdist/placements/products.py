@@ -1,9 +1,9 @@
 """Products of the batch with sharded weights: send the smaller of the two.
 
-By default the weight is gathered, and its gradient is reduced into slices. If the rows of the batch are few compared
-with a large weight, they are sent instead. Each device gets all rows and multiplies them with its slice of the
-weight, and an all-to-all returns each device's examples. Or each device gets the columns of all rows that meet its
-slice, and a reduce-scatter adds the products. A gradient is computed as a slice, from all rows. FLOPs are equal.
+By default the weight is gathered, and its gradient reduced into slices. With few rows in the batch
+and a large weight, the rows are sent instead. Each device multiplies all rows with its slice of the
+weight, an all-to-all returns its own examples; or it gets the columns that meet its slice, and a
+reduce-scatter adds the products. Gradients are computed as slices, from all rows. FLOPs are equal.
 
 References:
   Shoeybi et al., *Megatron-LM*, arXiv 1909.08053, section 3 (a product with a weight split along its columns or rows);
@@ -128,8 +128,8 @@ def _fits(
 # --- attention over a sequence in slices
 #
 # To compare its queries with all keys, a device gathers keys and values. Or an all-to-all gives it
-# some heads at all positions, and a second one returns the results. That sends less the more devices
-# there are, and divides the products too: Jacobs et al., *DeepSpeed Ulysses*, arXiv 2309.14509.
+# some heads at all positions, and a second one returns the results. That sends less with more
+# devices, and divides the products too: Jacobs et al., *DeepSpeed Ulysses*, arXiv 2309.14509.
 
 
 @offer("dot_general")
@@ -158,7 +158,7 @@ def _heads(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
 
 
 def _places(walk: Walk, node: Node, described: Factors, ins: tuple[Split, Split], heads: int) -> int | None:
-    """Return the factor of the result along one sequence, or None if it has two such factors or none."""
+    """Return the result's factor along one sequence, or None if it has two or none."""
     found = set[int | None]()
     for p, other, dims, shape in zip(ins, ins[::-1], described.operands, walk.shapes(node.ins), strict=True):
         if dims[p.dim] != heads:

@@ -104,7 +104,7 @@ def warning(over: Sequence[Placed]) -> str:
             lines.append(f"{what} is computed by every device: {row.share:.0%} of its work")
         elif row.why == IN_PLACE:
             continue
-        elif _of_batch(row.what) and row.operation not in ("shard_map", "jaxdist_own_code"):  # the user requested those
+        elif _of_batch(row.what) and row.operation not in ("shard_map", "jaxdist_own_code"):  # asked for
             kind = row.what.removesuffix(" of activations")
             unknown = f": {row.why}" if row.why == UNKNOWN else ""
             lines.append(f"{what} moves {in_words(row.bytes)} of activations ({kind}){unknown}")
@@ -138,7 +138,7 @@ def unsplit(placed: Placed) -> int:
 
 
 def worth_splitting(placed: Placed) -> bool:
-    """Check whether a step without a batch does more than make its arguments or results, as `init` does."""
+    """Check whether a batchless step does more than make arguments or results, like `init`."""
     block = placed.block
     entries = sum(math.prod(block.avals[i].shape) for i in (*block.inputs, *block.outputs))
     least, each = _WORTH_SPLITTING

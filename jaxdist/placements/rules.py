@@ -1,12 +1,12 @@
 """The table of rules: each gives the factors of a primitive, which relate its operands' dimensions.
 
-A factor is a loop of the operation: ``bd,dh->bh`` has three, b, d and h. Each dimension of an operand or
-result runs along one of them, or along none (None: all of it is needed or made at once). Cutting a factor
-gives each device some of its turns: values with the factor are `Split` along it, all others are whole. A
-factor absent from the results is reduced over, and gives a summand (`Partial`) or needs an exchange.
+A factor is a loop of the operation: ``bd,dh->bh`` has three, b, d and h. A dimension of an operand
+or result runs along one of them, or along none (None: it is needed or made at once). Cutting a
+factor gives each device some of its turns: values with the factor are `Split` along it, others are
+whole. A factor without result is reduced over: it gives a summand (`Partial`) or needs an exchange.
 
-`FACTORS` has the rules. Elementwise operations (`jaxdist.ir.operations.is_elementwise`) need none: their
-operands and results share dimensions. Anything else is computed whole, with a message unless it is in `_WHOLE`.
+`FACTORS` has the rules. Elementwise operations (`jaxdist.ir.operations.is_elementwise`) share the
+dimensions of operands and results. All else is whole, with a message unless it is in `_WHOLE`.
 
 Reference: the sharding rules of Shardy (``OpShardingRule``), and the ``einsum`` notation of GSPMD, arXiv 2105.04663.
 """
@@ -56,7 +56,7 @@ def along(*shapes: tuple[int, ...], results: tuple[tuple[int, ...], ...], axes: 
 
 Shapes = Sequence[tuple[int, ...]]
 Rule = Callable[[Mapping[str, Any], Shapes, Shapes], Factors | None]
-"""``rule(params, shapes of the operands, shapes of the results)``; returns None to compute it whole."""
+"""``rule(params, shapes of operands, shapes of results)``; returns None to compute it whole."""
 
 LETTERS = string.ascii_letters
 
@@ -345,8 +345,8 @@ FACTORS: dict[str, Rule] = {
     **dict.fromkeys(("random_wrap", "random_seed"), _leading(lambda params, ins, outs: len(outs[0]))),
 }  # fmt: skip
 
-# Known to be computed whole on every device: kernels; groups sized by the whole batch; generators whose
-# bits do not depend on position; operations that JAX emits in a different form; a platform index.
+# Known to be whole on every device: kernels; groups sized by the whole batch; generators whose bits
+# do not depend on position; operations that JAX emits differently; a platform index.
 _WHOLE = {"custom_partitioning", "ffi_call", "pallas_call", "ragged_dot_general", "rng_bit_generator",
           "select_and_scatter", "platform_index"}  # fmt: skip
 

@@ -1,9 +1,9 @@
-"""Search for the state leaves that an axis cuts, and for their dimensions, where the user gives none.
+"""Search for the state leaves that an axis cuts, and their dimensions, if the user gives none.
 
-Dimensions that factors of operations tie together form a class, cut together or not at all: for example
-a head in the kernels of queries, keys and values, in all results computed from them, and in the kernel
-that takes those. A descent over classes looks for the cheapest layout, as placed by `Infer`. It depends
-only on the traced step, and counts its tries, not time, so every rank finds the same result.
+Dimensions that factors tie together form a class, cut together or not at all: a head in the kernels
+of queries, keys and values, in all results computed from them, and in the kernel that takes those.
+A descent over classes looks for the cheapest layout, as placed by `Infer`. It depends only on the
+traced step, and counts its tries, not time, so every rank finds the same result.
 
 References:
   Shoeybi et al., *Megatron-LM*, arXiv 1909.08053 (the layouts to find); Zheng et al., *Alpa*, arXiv 2201.12023, and
@@ -78,7 +78,7 @@ def search(
 
 
 class _Classes:
-    """The classes of an axis's dimensions: a union-find over all values, in loops and branches too."""
+    """The classes of an axis's dimensions: a union-find over all values, also in bodies."""
 
     def __init__(self, infer: Infer, block: Block, state: Sequence[int], sources: Sequence[int | None]):
         self._infer, self._devices = infer, infer.devices
@@ -191,7 +191,7 @@ def _near(on: frozenset[Class], group: frozenset[Class]) -> list[frozenset[Class
 
 
 def _cuts(classes: Iterable[Class]) -> dict[int, int]:
-    """Return the inputs that these classes cut; for an input in several, the first class decides."""
+    """Return the inputs that these classes cut; the first class of an input decides."""
     found: dict[int, int] = {}
     for one in classes:
         for k, dim in sorted(one):

@@ -1,4 +1,4 @@
-"""Rules for operations beyond their factors: reshapes, broadcasts, iota, pieces of a batch, random bits."""
+"""Rules beyond factors: reshapes, broadcasts, iota, pieces of a batch, random bits."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _broadcast(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | N
 
 
 def _make_broadcast(emitter: Any, node: Node, to: Any) -> Any:
-    """Broadcast the operand's slice if it has the dimension; stored values are gathered before they grow."""
+    """Broadcast the operand's slice if it has the dimension; stored ones are gathered before."""
     (i,), dims = node.ins, [int(d) for d in node.eqn.params["broadcast_dimensions"]]
     old, new = emitter.block.avals[i].shape, emitter.block.avals[node.outs[0]].shape
     before: Any = REPLICATED
@@ -253,10 +253,10 @@ def _count(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
 
 # --- random bits
 #
-# Identical to ``jax.random`` with ``jax_threefry_partitionable`` (JAX's default): threefry makes each
-# entry from the key and the entry's position, a counter in row-major order, and joins or folds the two
-# resulting words to the width (Salmon et al., *Parallel random numbers: as easy as 1, 2, 3*, SC 2011).
-# With other generators, or a counter of more than 32 bits, every device makes all bits and cuts them.
+# Identical to ``jax.random`` with ``jax_threefry_partitionable`` (JAX's default): threefry makes an
+# entry from the key and the entry's position, a counter in row-major order, and joins or folds the
+# resulting words to the width (Salmon et al., *Parallel random numbers*, SC 2011). With other
+# generators, or a counter of more than 32 bits, every device makes all bits and cuts them.
 
 
 @special("random_bits")

@@ -38,7 +38,7 @@ class Strategy:
     exchanges: bool = False  # it communicates on its own
     why: str = ""  # the reason that every device computes the whole operation
     instead: str = ""  # the reason that its operands are sent, although an alternative exists
-    then: Sequence[Form] = ()  # the form into which each result is converted at once; () leaves all unchanged
+    then: Sequence[Form] = ()  # the form to convert each result to at once, if any
     name: str = ""  # the option's name; the default option has none
 
 

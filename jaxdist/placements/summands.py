@@ -1,4 +1,4 @@
-"""Operations on summands: those for which the sum of results is the result for the sum, for every input.
+"""Operations on summands: the sum of results must be the result for the sum, for every input.
 
 Operation and dtype decide. An operation that can change which values are finite (a huge factor, a
 division by a possible zero, a narrower dtype) waits until the sum is made.
@@ -20,7 +20,7 @@ from jaxdist.placements.values import REPLICATED, Deferred, Form, Partial, Place
 
 
 def _goes_on(walk: Any, node: Node) -> bool:
-    """Check whether a cotangent that is added up here is added to others next, and so reduced later."""
+    """Check whether a cotangent that is added up here is next added to others."""
     following = walk.next.get(node.outs[0])
     return (
         node.backward

@@ -62,7 +62,7 @@ class Split:
         return self.chunk * devices != self.size
 
     def is_tile(self, devices: int) -> bool:
-        """Check whether these are the usual slices, as made by a reduce-scatter and kept between steps."""
+        """Check whether these are the slices of a reduce-scatter, as kept between steps."""
         return self.outer == 1 and self.chunk == -(-self.size // devices)
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -153,7 +153,7 @@ def reshaped(split: Split, shape: Sequence[int], new: Sequence[int]) -> Split | 
 
 
 def _groups(shape: Sequence[int], new: Sequence[int]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Yield runs of dimensions [a, b) of one shape and [c, d) of the other with the same entries."""
+    """Yield runs of dimensions, [a, b) and [c, d) of the two shapes, with the same entries."""
     i = j = 0
     while i < len(shape) or j < len(new):
         a, c = i, j

@@ -1,4 +1,4 @@
-"""The walk over a block: the placement of each value, and the form in which operations take operands.
+"""The walk over a block: placements of values, and the forms in which operations take them.
 
 `SPECIAL` has the rules of operations that need more than factors; the modules of rules fill it.
 """
@@ -41,7 +41,7 @@ class Choice:
     """Exceptions to the default options of a walk."""
 
     names: Mapping[int, str] = field(default_factory=dict)  # by an operation's id, its option
-    slices: Mapping[int, Split] = field(default_factory=dict)  # slices in which summands are added up
+    slices: Mapping[int, Split] = field(default_factory=dict)  # of summands to add up
 
 
 class Walk:
@@ -220,7 +220,7 @@ class Walk:
         return best and best[1]
 
     def candidates(self, node: Node, ins: Sequence[Placement], described: Factors) -> Sequence[tuple[int, Split]]:
-        """Return factors along which an operand is split; batch factors exclude stored ones, which are sent."""
+        """Return the factors that split an operand: those of the batch, or else of stored operands."""
         found: dict[tuple[int, int, int, int], Split] = {}
         batch = [p for p in ins if isinstance(p, Split) and not p.stored]
         for p, dims in zip(ins, described.operands, strict=True):
@@ -298,7 +298,7 @@ _EFFECTS = {"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "IOEffect", 
 
 Special = Callable[[Walk, Node, Sequence[Placement]], Strategy | None]
 SPECIAL: dict[str, list[Special]] = {}
-"""Operations that need more than their factors, with their rules; if all return None, factors apply."""
+"""Operations that need more than factors, with their rules; if all return None, factors apply."""
 
 
 OFFERS: dict[str, list[Special]] = {}
