@@ -129,7 +129,7 @@ class Documents:
             raise ValueError("ends: expected one number for each document, and at least one")
         if (self.lengths < 0).any() or self.ends[-1] != len(tokens):
             raise ValueError(
-                f"ends: expected ascending positions that end with {len(tokens)}, the number of tokens, not with "
+                f"ends: expected ascending positions up to {len(tokens)}, the number of tokens; the last is "
                 f"{self.ends[-1]}"
             )
 

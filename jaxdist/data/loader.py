@@ -291,7 +291,7 @@ class Loader:
         if resumption(at)[1] is None and self._context.is_root:
             say_once(
                 f"loader: rereading the stream from the start of epoch {at.epoch} to skip the {at.position} "
-                "finished examples, which takes as long as reading them did. (Only the state of a "
+                "examples already done, which takes as long as reading them did. (Only the state of a "
                 "grain.IterDataset is known to be exact)"
             )
         if not self._peeked:
