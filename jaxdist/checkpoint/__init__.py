@@ -7,7 +7,6 @@ directory. (Orbax's own barriers would wait for a failed process.)
     path/12/default/…                    the arrays of step 12, in orbax's format
     path/12/manifest.json                every leaf: shape, dtype and digest, or the number or string
     path/15.….orbax-checkpoint-tmp/…     an unfinished checkpoint, or one whose writers were killed
-    path/9.damaged/…                     a damaged checkpoint that `restore` skipped
     path/.jaxdist-lock                   the job that saves into the directory
 """
 
