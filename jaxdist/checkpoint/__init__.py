@@ -5,7 +5,7 @@ every rank has reported that its part is on disk, the root adds a manifest and r
 directory. (Orbax's own barriers would wait for a failed process.)
 
     path/12/default/…                    the arrays of step 12, in orbax's format
-    path/12/manifest.json                every leaf: shape, dtype and digest, or the number or string
+    path/12/manifest.json                each leaf's shape, dtype and digest, or its value
     path/15.….orbax-checkpoint-tmp/…     an unfinished checkpoint, or one whose writers were killed
     path/.jaxdist-lock                   the job that saves into the directory
 """

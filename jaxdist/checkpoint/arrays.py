@@ -1,6 +1,6 @@
 """The arrays of a checkpoint: orbax writes them; tensorstore reads slices and puts them in place.
 
-Orbax can read them too, but if a read fails, it closes its event loop and prints tracebacks for all others.
+Orbax can read them too, but a failed read closes its event loop, and all others print tracebacks.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def target_of(x: Any) -> Target | None:
 def read(
     directory: Path, leaves: Leaves, targets: dict[Name, Target | None]
 ) -> tuple[dict[Name, Blocks], dict[Name, int]]:
-    """Return this process's slices of arrays, and its shares in digests of arrays that it reads in part."""
+    """Return this process's slices of arrays, and its shares in digests of partly read ones."""
     import tensorstore as ts
 
     def result(future: Any, name: Name) -> Any:
@@ -131,7 +131,7 @@ def differs(directory: Path, name: Name) -> DamagedError:
 
 @functools.lru_cache(maxsize=4096)
 def slices(target: Target | None, shape: tuple[int, ...]) -> tuple[tuple[Bounds, ...], tuple[bool, ...], bool]:
-    """Return the slices that this process reads, which ones count in its share, and if they are all."""
+    """Return this process's slices, which of them count in its share, and if they are all."""
     if target is None or target.sharding.is_fully_replicated:
         return (tuple((0, n) for n in shape),), (True,), True
     first: dict[Bounds, Any] = {}

@@ -1,4 +1,4 @@
-"""Saving in the background: all ranks agree that a save is complete, and the script waits for it."""
+"""Background saves: all ranks agree that a save is complete, and the script waits for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Saving:
 
     @api_boundary
     def wait(self) -> None:
-        """Return when the checkpoint is complete and on disk on every rank; raise its error, once."""
+        """Return when the checkpoint is complete and on disk everywhere; raise its error, once."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -81,7 +81,7 @@ def at_exit(ctx: Context) -> None:
 
 
 def together(ctx: Context, what: str, tag: str, work: Callable[[], Any], conclude: Callable[[list[Any]], None]) -> None:
-    """Work on each rank, then conclude on the root; if any of it failed, raise one error on all ranks.
+    """Work on each rank, then conclude on the root; if any of it fails, raise on all ranks.
 
     This uses mail, which works in threads. A slow rank is waited for while it lives; the control
     channel notices its end, and ends this process.

@@ -23,7 +23,7 @@ from jaxdist.placements.layouts import physical
 from jaxdist.runtime.context import get_context
 
 MODULUS = 1 << 64
-_BLOCK = 1 << 14  # positions along the last axis per table of factors; each block has one more factor
+_BLOCK = 1 << 14  # positions per table of factors; each block has one more factor
 _AT_ONCE = 1 << 17  # words widened to 64 bits together, to stay in the cache
 
 
@@ -62,7 +62,7 @@ def digest(tree: Any) -> int:
 
 
 def share_of(array: Any, shape: Sequence[int], is_root: bool) -> int:
-    """Return this process's share in an array's digest; the array may have padding beyond `shape`."""
+    """Return this process's share in an array's digest; there may be padding beyond `shape`."""
     if not isinstance(array, jax.Array) or array.is_fully_replicated:
         value = on_host(array)
         return checksum(value, (0,) * value.ndim) if is_root else 0
@@ -113,7 +113,7 @@ def _table() -> np.ndarray:
 
 
 def _odd(places: np.ndarray, role: int) -> np.ndarray:
-    """Return a pseudo-random odd number per place, by SplitMix64, which is fixed, unlike NumPy's generators."""
+    """Return a pseudo-random odd number per place, by SplitMix64; NumPy's generators may change."""
     x = (places + np.uint64((role << 44) + 1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

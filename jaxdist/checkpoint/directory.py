@@ -114,7 +114,7 @@ def tidy(final: Path, keep: int | None) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Remove a checkpoint or leftover; warn if that fails (a mount, a file that NFS keeps for a reader)."""
+    """Remove a checkpoint or leftover; warn if it stays (a mount, a file that NFS keeps)."""
     gone = directory
     try:
         if directory.name.endswith(_ASIDE) or not directory.name.endswith(UNFINISHED):  # or readers find half
@@ -129,7 +129,7 @@ def discard(directory: Path) -> None:
 
 
 def lock(path: Path) -> None:
-    """Make this process the only one that saves into a directory, until it exits and frees its locks."""
+    """Make this process the only one to save into a directory, until it exits and frees its locks."""
     file = path.resolve() / _LOCK
     if file in _held and file.exists() and os.path.samestat(os.fstat(_held[file]), file.stat()):
         return

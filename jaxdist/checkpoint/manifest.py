@@ -28,7 +28,7 @@ STORABLE = {*IN_SAFETENSORS, "complex128", "int2", "int4", "float4_e2m1fn", "flo
 PYTHON = (bool, int, float, complex, str, np.str_)  # stored in the manifest itself, not as arrays
 Name = tuple[str, ...]  # the keys of a leaf
 _SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")  # in tensorstore's errors
-_DAMAGE = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # None: it was read, but is invalid
+_DAMAGE = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # None: read, but invalid
 _LONGEST = 1_000  # characters of a library's message
 
 
@@ -62,7 +62,7 @@ def write(directory: Path, step: int, leaves: Leaves) -> None:
 
 
 def read(directory: Path, step: int | None) -> tuple[Leaves, str]:
-    """Return the leaves of a checkpoint, and the manifest's digest, which identifies the checkpoint."""
+    """Return a checkpoint's leaves, and the manifest's digest, which identifies it."""
     file = directory / FILE
     try:
         if file.exists() and not file.is_file():  # opening a pipe would wait for a writer
@@ -83,7 +83,7 @@ def read(directory: Path, step: int | None) -> tuple[Leaves, str]:
 
 
 def unreadable(what: str, error: Exception) -> CheckpointError:
-    """Return the error about an unreadable file or leaf: damage, unless the system reports a failure.
+    """Return the error about an unreadable file or leaf: damage, unless the system failed.
 
     A failing disk, missing rights or too many open files do not imply damage, so such a checkpoint
     is not skipped.
@@ -155,14 +155,14 @@ def is_key(x: Any) -> bool:
 
 
 def stored_form(x: Any) -> Any:
-    """Return the array stored for a leaf: a key's data; a `Padded` leaf unchanged, or whole if padded inside."""
+    """Return the array to store: a key's data; a `Padded` leaf unchanged, or whole if padded inside."""
     if is_key(x):
         return jax.random.key_data(x)
     return unshard(x) if type(x) is Padded and is_padded_inside(x) else x
 
 
 def is_padded_inside(x: Padded) -> bool:
-    """Check whether one axis cuts and pads slices that an earlier axis made of the same dimension."""
+    """Check whether an axis cuts and pads slices that an earlier axis made of a dimension."""
     cuts = x.layout.cuts
     return any(cut.pad and cut.dim in (before.dim for before in cuts[:i]) for i, cut in enumerate(cuts))
 

@@ -118,7 +118,7 @@ def latest_step(path: str | os.PathLike[str]) -> int | None:
 
 
 def read_all(path: str | os.PathLike[str]) -> tuple[Path, dict[str, np.ndarray | str]]:
-    """Return the directory and all leaves of one checkpoint, as host arrays; for export, in one process."""
+    """Return one checkpoint's directory and all leaves as host arrays, for export in one process."""
     need("tensorstore", "jaxdist export")
     path = absolute(path)
     found = _find(path, None, {})

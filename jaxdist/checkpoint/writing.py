@@ -154,7 +154,7 @@ def _make_ready(final: Path, overwrite: bool) -> None:
 
 
 def _compare(ctx: Context, leaves: dict[Name, Any]) -> None:
-    """Check that types and shapes agree on all ranks, and values too unless each rank has a part."""
+    """Check that types, shapes and (unless each rank has a part) values agree on all ranks."""
     seen: dict[str, Any] = {}
     for name, x in leaves.items():
         label = ".".join(name)

@@ -1,4 +1,4 @@
-"""The arguments of collectives: validate them, and describe a call for comparison with other ranks."""
+"""The arguments of collectives: validate them, and describe calls for comparison."""
 
 from __future__ import annotations
 

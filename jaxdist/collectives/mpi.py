@@ -36,7 +36,7 @@ class HostMpi:
         self._broken = ""
 
     def same(self, fingerprint: int, what: str) -> bool:
-        """Check whether all ranks have this fingerprint, 30 times faster than the control channel."""
+        """Check whether all ranks have this fingerprint, 30 times faster than by the channel."""
         if self._broken:
             raise ControlError(
                 f"rank {self._ctx.rank}: {what} follows a call that failed ({self._broken}), so the calls no "
@@ -59,7 +59,7 @@ class HostMpi:
         return high == ~low
 
     def _wait(self, request: Any, what: str) -> None:
-        """Wait for all ranks. After the timeout, or soon if others are in a different call, ask for them."""
+        """Wait for all ranks. After the timeout, or soon if others make a different call, ask."""
         start = asked = time.monotonic()
         elsewhere = math.inf  # when others were first seen in a different call
         while not request.Test():

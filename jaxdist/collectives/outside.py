@@ -1,6 +1,6 @@
 """Collectives between processes, outside a step: the ranks agree on the call, then run a program.
 
-The program is the function for a step, of `jaxdist.collectives.in_step`, over one device per process.
+The program is a function of `jaxdist.collectives.in_step`, over one device per process.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Outside:
         self._ctx = ctx
         self._debug = os.environ.get("JAXDIST_DEBUG", "0") not in ("", "0")
         self._number = 0
-        self._lock = threading.Lock()  # if threads call at once, the order must still be the same on every rank
+        self._lock = threading.Lock()  # threads must keep one order on all ranks
         self._turns, self._ledger = ctx.only(Turns), ctx.only(Ledger)
         self._remembered = functools.lru_cache(maxsize=1024)(self._plan)
         self._first = {d.process_index: d for d in reversed(ctx.devices)}  # of each process
@@ -87,7 +87,7 @@ class Outside:
 
     @compat.under_no_mesh
     def run(self, kind: str, tree: Any, arguments: dict[str, Any], types: tuple[Any, ...] | None = None) -> Any:
-        """Make a call. With `types`, return its gradient for arrays of these types, given cotangents."""
+        """Make a call; with `types`, its gradient for arrays of these types, given cotangents."""
         with self._lock:
             self._number += 1
             self._turns.begin()
@@ -125,7 +125,7 @@ class Outside:
         return _Plan(description, members, root, op, program)
 
     def _agree(self, mine: Description) -> None:
-        """Wait for all ranks, and raise unless all make the same call; a rank with a problem returns."""
+        """Wait for all ranks; raise unless all make the same call (a rank with a problem returns)."""
         ctx, number = self._ctx, f"eager collective {self._number}"
         what, entry = f"{mine} ({number})", Entry(mine.fingerprint.to_bytes(8, "little"), str(mine))
         if self._debug:
@@ -189,7 +189,7 @@ def _program(
 
 
 def _refuse_what_is_summed(kind: str, leaves: Sequence[Any]) -> None:
-    """Refuse step results, which already cover the whole batch: a common slip when coming from DDP."""
+    """Refuse step results, which cover the whole batch already: a common slip of DDP users."""
     if any(isinstance(x, jax.Array) and x.is_fully_replicated and not x.is_fully_addressable for x in leaves):
         raise ValueError(
             f"jaxdist.{kind} of an array that every process has in full, such as a step's result: it covers the "

@@ -1,4 +1,4 @@
-"""Collectives on arrays and pytrees: between processes, or between devices inside a decorated step."""
+"""Collectives on arrays and pytrees: between processes, or between devices in a step."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def check(rules: Rules) -> None:
 
 
 def lowering(communicator: str | Rules, mesh: Mesh) -> Interpreter:
-    """Return the interpreter with which a communicator runs a step, for one use, in program order."""
+    """Return the interpreter with which a communicator runs a step, once, in program order."""
     if not isinstance(communicator, str) or communicator == "xla":
         from jaxdist.communicators.xla import GlooLowering, XlaLowering
 
@@ -74,11 +74,11 @@ def default_bucket_bytes(communicator: str | Rules, mesh: Mesh, machine: Machine
     return 1 << 20 if communicator in ("mpi", "lanes") or _over_gloo(mesh) else 1 << 18
 
 
-# As seen in XLA's schedules of a 12-layer transformer for 8 H100s (`jaxdist plan`, see docs/plan.md).
+# As seen in schedules of a 12-layer transformer for 8 H100s (`jaxdist plan`, docs/plan.md).
 _FOR_GPUS: tuple[dict[str, Any], ...] = (  # names in different XLA versions
     # This is off by default on the A100 and older, where nothing would overlap.
     {"xla_gpu_enable_latency_hiding_scheduler": True},
-    # Overlap a reduction at the end of a loop's body with the next turn, as XLA does for reduce-scatters.
+    # Overlap a reduction at the end of a loop's body with the next turn, like reduce-scatters.
     {
         "xla_gpu_enable_pipelined_all_reduce": True,  # jax 0.10
         "xla_gpu_pipeline_all_reduce": "COLLECTIVE_PIPELINING_MODE_ON",  # 0.12
@@ -90,7 +90,7 @@ _FOR_GPUS: tuple[dict[str, Any], ...] = (  # names in different XLA versions
 
 
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """Return XLA options that overlap messages with GPU computation, unless ``XLA_FLAGS`` sets them."""
+    """Return XLA options to overlap messages with GPU computation, unless ``XLA_FLAGS`` has them."""
     if mesh.devices.flat[0].platform == "cpu":
         return {}
     own = os.environ.get("XLA_FLAGS", "")

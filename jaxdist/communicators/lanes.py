@@ -54,7 +54,7 @@ class LanesLowering(GlooLowering):
         if len(sizes := {len(group) for group in groups}) == 1:
             return self._total(axes, x, None, groups)
         lanes = sum(map(len, groups))
-        members = np.full((lanes, max(sizes)), lanes)  # each lane's group, padded with indices of zeros
+        members = np.full((lanes, max(sizes)), lanes)  # groups, padded with an index of zeros
         for group in groups:
             members[list(group), : len(group)] = group
         mine = jnp.asarray(members)[lax.axis_index(axes)]

@@ -1,4 +1,4 @@
-"""The MPI communicator: collectives as MPI calls inside the compiled program, by mpi4jax's FFI targets.
+"""The MPI communicator: MPI calls inside the compiled program, by mpi4jax's FFI targets.
 
 The program stays the one that XLA compiles for the mesh of all processes, so state and batch are the same global
 arrays as under the XLA communicator; only that its collectives are custom calls. mpi4jax's own functions order their
@@ -85,7 +85,7 @@ def _mpi_type(dtype: Any) -> int:
 
 
 class MpiLowering(Interpreter):
-    """Evaluates a step's jaxpr on one process of a ``shard_map``, with MPI calls in program order."""
+    """Evaluates a step's jaxpr on a process of a ``shard_map``, with MPI calls in program order."""
 
     def __init__(self, axes: Sequence[Axis], ranks: tuple[int, ...], order: Any = None):
         super().__init__(

@@ -23,7 +23,7 @@ def library() -> Any:
 
 @functools.cache
 def world(rank: int) -> Any:
-    """Return our own communicator over all processes, in rank order; all ranks call this together."""
+    """Return our communicator over all processes, in rank order; all ranks call this together."""
     _parent(rank)
     return library().COMM_WORLD.Split(0, key=rank)
 

@@ -84,7 +84,7 @@ def _as_is(_: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
 class GlooLowering(XlaLowering):
     """The same between CPU processes, over gloo.
 
-    * Gloo's reduce-scatter sometimes returns wrong data (jax#40830): use an all-to-all and a local sum.
+    * Gloo's reduce-scatter sometimes returns wrong data (jax#40830): use all-to-all and a local sum.
     * XLA would widen 16-bit floats before sending: exchange compressed gradients bit for bit.
     * XLA orders independent collectives, perhaps differently on different processors. A number in
     each name tells which is which.

@@ -87,7 +87,7 @@ class Text:
                     yield text
 
     def checksum(self) -> int:
-        """Return a checksum of the files: of all bytes, or above one GiB, of lengths and samples."""
+        """Return a checksum of the files' bytes; above one GiB, of lengths and samples."""
         step = max(1, sum(self._sizes) >> 30)  # read one of this many blocks
         value = zlib.crc32(repr(self._sizes).encode())
         for path, size in zip(self._paths, self._sizes, strict=True):

@@ -1,4 +1,4 @@
-"""`loader`: batches of a data set for each rank, on grain: one global shuffle, equal counts, elastic resumption."""
+"""`loader`: each rank's batches of a data set, on grain: one shuffle, equal counts, elastic resuming."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Loader:
         prefetch: int = 0,
     ):
         self._context = context
-        self._running: list[Any] = []  # the current iterator, if any; it yields the batch at self._at next
+        self._running: list[Any] = []  # the current iterator, if any, at self._at
         # At exit: before the interpreter drops objects that grain's iterators need to clean up.
         weakref.finalize(self, _close, self._running)
         self._peeked: list[Read] = []
@@ -282,7 +282,7 @@ class Loader:
     def _go(self, at: Place) -> None:
         was, self._begun = self._at, False
         if not self._reader.streams and not self._reader.sampling.steps(at.position):
-            at = Place(at.epoch + 1)  # a place always has a batch: the end of an epoch is the next one's start
+            at = Place(at.epoch + 1)  # an epoch's end is the start of the next
         self._at = at
         if was != at:
             self.close()
@@ -295,7 +295,7 @@ class Loader:
                 "grain.IterDataset is known to be exact)"
             )
         if not self._peeked:
-            # The rest of the stream may not fill a batch on this many ranks: then this is the next epoch.
+            # If the rest of the stream does not fill a batch on these ranks, go to the next epoch.
             self._peeked = [self._draw()]
             self._at = self._peeked[0].at
 
@@ -318,7 +318,7 @@ class Loader:
         return read._replace(batch=jax.tree.map(lambda x: batch_part(x, read.left), read.batch))
 
     def _agree(self, what: str, check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return `check()` if it succeeds with equal results on every rank; else raise on every rank."""
+        """Return `check()` if it succeeds and agrees on every rank; else raise on every rank."""
 
         def part() -> Part[dict[str, Any]]:
             mine = check()

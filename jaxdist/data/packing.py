@@ -61,7 +61,7 @@ class Packed:
 
     def __init__(self, documents: Documents, length: int, rows: np.ndarray, starts: np.ndarray, sizes: np.ndarray):
         self._documents, self._length = documents, length
-        self._rows, self._starts, self._sizes = rows, starts, sizes  # row k has pieces rows[k] to rows[k + 1]
+        self._rows, self._starts, self._sizes = rows, starts, sizes  # row k: rows[k] to rows[k + 1]
 
     def __len__(self) -> int:
         return len(self._rows) - 1
@@ -89,10 +89,10 @@ _NAMES = "tokens", "tokens_segment_ids", "tokens_positions"
 
 
 def _cut(documents: Documents, order: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut documents, in order, at row ends; return each row's first piece, and all starts and sizes."""
+    """Cut documents in order at row ends; return rows' first pieces, and all starts and sizes."""
     sizes = documents.lengths[order]
     ends = np.cumsum(sizes)
-    at = np.union1d(ends, np.arange(length, ends[-1], length))  # ends of pieces, in tokens of all documents
+    at = np.union1d(ends, np.arange(length, ends[-1], length))  # ends of pieces
     froms = np.concatenate([[0], at[:-1]])
     which = np.searchsorted(ends, froms, "right")
     starts = documents.ends[order][which] - ends[which] + froms

@@ -19,7 +19,7 @@ from jaxdist.data.sampling import Place, Sampling
 from jaxdist.data.sources import Arrays, as_text, digest, of_text, open_epoch, stacked
 from jaxdist.errors import DataError
 
-_AT_HAND, _SMALL = 1 << 28, 1 << 20  # bytes of arrays, and of a rank's batch, not worth reading ahead
+_AT_HAND, _SMALL = 1 << 28, 1 << 20  # bytes of arrays, of a rank's batch: no need to read ahead
 
 
 class Read(NamedTuple):
@@ -102,13 +102,13 @@ class Reader:
         return Read(batch, sampling.tail(at.position), at, then)
 
     def _in_order(self, at: Place) -> Iterator[Read]:
-        """Yield batches of a stream from a position on. Each rank reads all, and keeps its own rows."""
+        """Yield a stream's batches from a position on. Each rank reads all, and keeps its rows."""
         whole, total = self.sampling.whole, 0
         resumed = at.position > 0
         while True:
             examples = self._examples(at)
             rows = list(itertools.islice(examples, whole))
-            if not self._enough(rows) and not resumed:  # the rest after a restart may not suffice for these ranks
+            if not self._enough(rows) and not resumed:  # a restart may leave too little
                 raise ValueError(
                     f"epoch {at.epoch} of the stream has {len(rows)} examples, fewer than one batch of all ranks "
                     f"({whole}): no step would run. Use a smaller batch_size or tail='keep'"
@@ -133,7 +133,7 @@ class Reader:
         return bool(rows) if self.sampling.keep else len(rows) == self.sampling.whole
 
     def _examples(self, at: Place) -> Iterator[tuple[Any, int, str | None]]:
-        """Yield the rest of an epoch: each example with a position to resume from and the state there.
+        """Yield the rest of an epoch: each example, a position to resume from, and its state.
 
         For grain's streams that is the start of a window or batch. The state of other streams is
         unused: Hugging Face's omits the shuffle buffer, or points to the next chunk
@@ -148,7 +148,7 @@ class Reader:
             examples.set_state(of_text(state))
         skip = at.position - start
         while True:
-            mark = (start, as_text(examples.get_state())) if exact else (0, None)  # it changes in place
+            mark = (start, as_text(examples.get_state())) if exact else (0, None)  # may change in place
             rows = list(itertools.islice(examples, self.window or self.sampling.whole))
             if self.window:
                 rng = np.random.default_rng([self.sampling.seed, at.epoch, start // self.window])
@@ -188,7 +188,7 @@ class Reader:
 
 
 def resumption(at: Place) -> tuple[int, str | None, int | None]:
-    """Return for a position in a stream: where to resume, the state there if any, a digest of the next."""
+    """Return where to resume a stream, the state there (None: reread), and the next example's digest."""
     if not at.inner:
         return 0, None, None
     found = of_text(at.inner)

@@ -61,7 +61,7 @@ class Sampling:
         return dataclasses.replace(self, length=length, shuffle=False)
 
     def tail(self, position: int) -> int:
-        """Return the number of examples in the batch at a position if it is a partial last one, else 0."""
+        """Return the length of the batch at a position if it is a partial last one, else 0."""
         left = self.length - position
         return left if self.keep and left < self.whole else 0
 
@@ -71,7 +71,7 @@ class Sampling:
         each = -(-left // self.parts) or self.batch_size
         rows = np.concatenate([part * each + np.arange(each) for part in self.own])
         if left:
-            rows = rows[rows < left] if self.alone else np.minimum(rows, left - 1)  # repeat the last one
+            rows = rows[rows < left] if self.alone else np.minimum(rows, left - 1)  # copies of the last
         return self._order(epoch, position + rows)
 
     def _order(self, epoch: int, places: np.ndarray) -> np.ndarray:

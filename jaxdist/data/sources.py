@@ -43,12 +43,12 @@ class Arrays:
         return jax.tree.map(lambda x: x[index : index + 1].copy()[0], self.tree)
 
     def ends(self) -> int:
-        """Return a digest of the first and last example, which detects a source that is only a part."""
+        """Return a digest of the first and last example, to detect a source that is only a part."""
         return digest([x[[0, -1]] for x in jax.tree.leaves(self.tree) if len(x) and not x.dtype.hasobject])
 
 
 def is_stream(source: Any) -> bool:
-    """Check whether a source only iterates, or is a function of the epoch that returns an iterable."""
+    """Check whether a source only iterates, or is a function of the epoch that returns such."""
     if isinstance(source, np.ndarray | jax.Array | dict | tuple):
         return False
     if hasattr(source, "__len__") and hasattr(source, "__getitem__"):

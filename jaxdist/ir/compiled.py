@@ -64,7 +64,7 @@ class Instruction:
 
     @property
     def groups(self) -> Groups | None:
-        """Return the groups of devices of a collective, or (sender, receiver) pairs; None means all."""
+        """Return a collective's groups of devices, or (sender, receiver) pairs; None means all."""
         listed = self.attribute(r"source_target_pairs=(\{[\d,{}]*\})")
         if listed is None:
             found = self.attribute(_GROUPS)
@@ -150,7 +150,7 @@ def _axes(groups: Groups | None, meshes: Sequence[Mesh]) -> str:
 
 
 def _users_lines(text: str) -> dict[str, str]:
-    """Map instructions to the user's lines; a collective of jaxdist gets the line of its operand."""
+    """Map instructions to the user's lines; jaxdist's collectives get those from their operands."""
     parts = dict(part.split("\n", 1) for part in text.split("\n\n") if re.match(r"File|StackFrames", part))
     files = dict(re.findall(r'^(\d+) "(.*)"$', parts.get("FileNames", ""), re.MULTILINE))
     places = re.findall(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", parts.get("FileLocations", ""), re.MULTILINE)
@@ -159,7 +159,7 @@ def _users_lines(text: str) -> dict[str, str]:
         r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", parts.get("StackFrames", ""), re.MULTILINE
     )
     line_of = {"0": ""}
-    for frame, place, parent in frames:  # parents count from 1: the outermost frame's is 1, the next one's 2
+    for frame, place, parent in frames:  # counted from 1: the outermost frame's parent is 1
         file, line = at[place]
         outer = line_of[str(int(parent) - 1)]
         line_of[frame] = f"{file}:{line}" if of_the_user(file) else "" if is_ours(file) else outer

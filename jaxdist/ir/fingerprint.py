@@ -24,7 +24,7 @@ _SILENT = {"axis_index", "axis_size"}
 
 def checksum(host: np.ndarray) -> int:
     """Return a checksum of the bytes, type and shape of an array."""
-    # Use bytes, since NumPy exports no buffer of bfloat16 and its kin. Contiguous arrays are not copied.
+    # As bytes: NumPy exports no buffer of bfloat16. A contiguous array is not copied.
     own = np.ascontiguousarray(host).reshape(-1).view(np.uint8).data
     return zlib.crc32(own, zlib.crc32(f"{host.dtype}{host.shape}".encode()))
 
@@ -74,7 +74,7 @@ class Operation(NamedTuple):
 
     digest: bytes  # of the operation and, by position, of the operations that make its operands
     text: str  # for a person: its position, name, operands and parameters
-    line: str = ""  # of the user's code, if known; inside a library function (`jax.numpy.roll`), the call's
+    line: str = ""  # of the user's code, if known; the call's for a library function
 
     def __str__(self) -> str:
         text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
@@ -117,7 +117,7 @@ def _each(
 
 
 def options(closed: ClosedJaxpr) -> list[Operation]:
-    """Return options of jaxdist functions that a step calls, once each, with the first call's line."""
+    """Return options of the jaxdist functions that a step calls, with the first call's lines."""
     found: dict[str, str] = {}
     for one in sorted(walk(closed), key=lambda one: len(one.within)):
         if one.eqn.primitive is shard_p:

@@ -90,11 +90,11 @@ class Found(NamedTuple):
 
     eqn: JaxprEqn
     program: ClosedJaxpr  # the program that contains it
-    within: tuple[tuple[JaxprEqn, int], ...] = ()  # the equations around it, outermost first, and which jaxpr
+    within: tuple[tuple[JaxprEqn, int], ...] = ()  # outer equations, outermost first; which jaxpr
 
     @property
     def line(self) -> str:
-        """Return the user's ``file:line``; inside a library function (`jax.numpy.roll`), the call's."""
+        """Return the user's ``file:line``; in a library function (`jax.numpy.roll`), the call's."""
         outwards = [self.eqn, *(eqn for eqn, _ in reversed(self.within))]
         return next(filter(None, map(compat.user_line, outwards)), "")
 
@@ -257,14 +257,14 @@ class Interpreter:
         return self.eval_nested(eqn, *args)
 
     def eval_nested(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
-        """Rewrite the jaxprs in an equation and bind it again; its inputs and outputs keep their types."""
+        """Rewrite the jaxprs in an equation and rebind it; inputs and outputs keep their types."""
         return compat.bind(eqn, with_bodies(eqn, self.rewrite), args)
 
     def touches(self, eqn: JaxprEqn) -> bool:
-        """Check whether an equation needs evaluation: a nested jaxpr binds a primitive that has a rule."""
+        """Check whether an equation must be evaluated, because a nested jaxpr binds a ruled primitive."""
 
         def cached(jaxpr: Jaxpr) -> bool:
-            if id(jaxpr) not in self._contains:  # keeps the jaxpr alive, so that its id stays unique
+            if id(jaxpr) not in self._contains:  # keeps the jaxpr alive: its id stays unique
                 self._contains[id(jaxpr)] = (jaxpr, contains(jaxpr, self.rules))
             return self._contains[id(jaxpr)][1]
 

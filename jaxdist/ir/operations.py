@@ -57,7 +57,7 @@ _DEAR = frozenset({"device_put", "optimization_barrier", "philox2x32", "philox4x
 
 
 def is_elementwise(primitive: Primitive) -> bool:
-    """Check whether operands and results have equal dimensions, and entries depend only on those at their position.
+    """Check whether entries of results depend only on the operands' entries at their position.
 
     This follows JAX's registry: its own operations in any version, and a user's.
     """

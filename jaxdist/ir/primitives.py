@@ -1,6 +1,6 @@
 """The primitives of a step: marks, which the user's code binds, and collectives from placements.
 
-Each communicator lowers the collectives. The lowering for XLA (`reduced` and others) defines their meaning.
+Each communicator lowers the collectives; the lowering for XLA (`reduced`, ...) defines their meaning.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ reduce_shard_p = Primitive("jaxdist_reduce_scatter")
 above."""
 
 gather_shards_p = Primitive("jaxdist_all_gather")
-"""The slices of all devices joined along ``dim``, without padding: ``size`` entries along ``dim``."""
+"""The slices of all devices joined along ``dim``, without padding: ``size`` entries."""
 
 group_reduce_p = Primitive("jaxdist_group_reduce")
-"""The ``op`` (sum, max or min) over a device's group among those along ``axes``; ``groups`` has each device once.
+"""The ``op`` (sum, max or min) over a device's group along ``axes``; ``groups`` list each device once.
 
 `lax.psum` accepts groups of unequal size, but not where JAX types values as replicated or varying.
 """
@@ -50,10 +50,10 @@ The marks on state leaves decide how they are kept between steps (see `placement
 """
 
 count_p = Primitive("jaxdist_count")
-"""int32[devices, 2]: the numbers of NaN and infinite entries of ``x`` per device (`step.finite`)."""
+"""int32[devices, 2]: numbers of NaN and infinite entries of ``x`` per device (`step.finite`)."""
 
 plain_p = Primitive("jaxdist_plain")
-"""``x`` in a decorated step called on tracers: it is then the plain step, not to be compiled alone."""
+"""``x`` in a decorated step called on tracers: the plain step, which must not compile alone."""
 
 
 def mark(
@@ -69,7 +69,7 @@ def mark(
 
 
 def marked_by(params: Mapping[str, Any]) -> str:
-    """Return the call that bound :data:`shard_p` with these parameters, with its options, as text."""
+    """Return the call that bound :data:`shard_p` with these parameters, as text."""
     if params["role"] == "requested":
         call, names = "jaxdist.shard", ("within",)
     else:
@@ -100,7 +100,7 @@ def joined(parts: Any, dim: int, size: int) -> Any:
 
 
 def first_entry(x: Any) -> Any:
-    """Return a scalar of `x` by slicing: ``x.reshape(-1)`` may copy, if XLA orders dimensions otherwise."""
+    """Return a scalar of `x` by slicing: ``x.reshape(-1)`` may copy, if dimensions are permuted."""
     return lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
 
 

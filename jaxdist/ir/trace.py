@@ -41,7 +41,7 @@ def step_mesh() -> Mesh | None:
 
 
 def on_device() -> bool:
-    """Check whether the current code is traced per device (`jaxdist.per_device`, `jax.shard_map`)."""
+    """Check whether code is being traced per device (`jaxdist.per_device`, `jax.shard_map`)."""
     return not compat.manual_axes().isdisjoint(_KNOWN)
 
 
@@ -100,7 +100,7 @@ def trace(fun: Callable[..., Sequence[Any]], args: Sequence[Any], on_axis: OnAxi
 
 
 def with_axis(fun: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call ``fun(*args)`` on arrays or tracers, with a data axis that it names bound at size one."""
+    """Call ``fun(*args)`` on arrays or tracers; a data axis that it names has size one."""
     try:
         return fun(*args)
     except NameError as error:

@@ -44,7 +44,7 @@ class _Entry:
 
 
 class RunLog:
-    """The log of a run, from `run_log`. On ranks other than the root it only checks its arguments."""
+    """The log of a run, from `run_log`. Ranks other than the root only check arguments."""
 
     def __init__(self, file: Path, is_root: bool, total: int | None, per_step: dict[str, float], sinks: Sequence[Sink]):
         self._path, self._is_root, self._total, self._per_step = file, is_root, total, per_step

@@ -20,7 +20,7 @@ from jaxdist.runtime.context import get_context
 from jaxdist.text import text_of
 
 _MOST_ROWS = 20
-# One rank's seconds in programs, and for each collective and device, the seconds of each call in order.
+# A rank's seconds in programs; per collective and device, the seconds of each call in order.
 Trace = tuple[float, dict[Collective, list[list[float]]]]
 
 
@@ -53,7 +53,7 @@ def profile(path: str | os.PathLike[str]) -> Iterator[None]:
     folder = root / f"rank{ctx.rank}"
 
     def report() -> Part[None]:
-        traces = sorted(folder.glob("plugins/profile/*/*.xplane.pb"))  # folder names contain the time
+        traces = sorted(folder.glob("plugins/profile/*/*.xplane.pb"))  # sorted by time
         if not traces:
             raise RuntimeError(f"jax.profiler wrote no trace to {folder}")
         return Part(None, told=read(traces[-1]))
@@ -125,7 +125,7 @@ def _table(traces: Sequence[Trace]) -> str:
     for _, collectives in traces:
         for one, durations in collectives.items():
             on[one] += durations
-    # The last device of a call waits for no one; any longer time on other devices is waiting for it.
+    # The last device of a call waits for no one; other devices' longer times are waits for it.
     moving = {one: len(each) * sum(map(min, zip(*each, strict=False))) for one, each in on.items()}
     waiting = sum(sum(map(sum, each)) for each in on.values()) - sum(moving.values())
     computing = busy - waiting - sum(moving.values())

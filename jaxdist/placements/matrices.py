@@ -139,7 +139,7 @@ class _Finder:
         if not inside:
             stage += bool(joined)
         elif is_whole or joined:
-            component = min(joined.values(), default=len(self._at))  # numbered by its first operation
+            component = min(joined.values(), default=len(self._at))  # from its first operation
             for other in joined.values():
                 self._joined.tie(other, component)
         self._at.append((stage, component))
@@ -149,7 +149,7 @@ class _Finder:
             self._small[o] |= all(self._small[i] for i in node.ins)
 
     def _takes_all(self, k: int) -> bool:
-        """Check whether an operation would gather returned slices, like a pick from a sorted array."""
+        """Check whether an operation would gather returned slices, as picks from a sorted array do."""
         at, avals, node = self.placed.at, self.block.avals, self.block.nodes[k]
         there = any(self._component[i] >= 0 and isinstance(at[i], Replicated) for i in node.ins
                     if self.infer.choose(avals[i].shape) is not None)  # fmt: skip

@@ -43,7 +43,7 @@ class Split:
     size: int  # length of a block
     chunk: int  # length of a block on a device
     outer: int = 1  # number of blocks
-    # sharded between steps (`jaxdist.zero`) or computed only from such values; otherwise of the batch
+    # sharded between steps (`jaxdist.zero`) or computed only from such values; else of the batch
     stored: bool = False
     requested: bool = False  # `jaxdist.shard` or the optimizer's `init` requested this
     whole: bool = False  # each device also has the whole value, so using it needs no communication

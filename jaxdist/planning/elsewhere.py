@@ -107,7 +107,7 @@ class Elsewhere:
 
     @property
     def in_host(self) -> int:
-        """Return how many devices per host are along the data axis, or 0 if all, one, or unequal."""
+        """Return how many devices per host the data axis has, or 0 if all, one, or unequal."""
         return in_host(along_data(self._mesh, self.topology.on))
 
     @property
@@ -140,7 +140,7 @@ class Elsewhere:
         return next(iter(written.levels)) if len(written.levels) == 1 else None
 
     def others(self, written: Ahead) -> list[int]:
-        """Return the requested levels that the step can have; notes explain the absence of others."""
+        """Return the requested levels that the step can have; notes explain missing ones."""
         levels, own = list(self._levels), self.level_of(written)
         if not written.levels:
             if levels:
@@ -187,7 +187,7 @@ class Elsewhere:
         )  # fmt: skip
 
     def _axes(self, c: Collective, axes: Sequence[Axis]) -> str:
-        """Return the axes of a collective on a mesh with several, or "" if its groups match none."""
+        """Return the axes of a collective on a mesh with several, or "" if no groups match."""
         groups = {frozenset(group) for group in c.groups}
         for k in range(1, 1 + len(axes) * (len(self._mesh.shape) > 1)):
             for names in itertools.combinations([axis.name for axis in axes if axis.size > 1], k):

@@ -19,7 +19,7 @@ from jaxdist.text import text_of
 STATE = ("parameters", "optimizer state", "other state")
 """The kinds of bytes that persist between steps."""
 _MOST = 0.95
-"""The share of a device's memory that a step can use; the driver, NCCL and kernels need the rest."""
+"""The share of a device's memory for a step; the driver, NCCL and kernels need the rest."""
 
 _WIDTH = 160  # of a wide table
 
@@ -64,7 +64,7 @@ class Candidate(Times):
     traffic: tuple[Traffic, ...]  # one row per kind of collective
     flops: int  # per device and step
     host: int  # bytes of its state in host memory, not part of `bytes`
-    compile_seconds: float  # to trace and compile; if 0, peak and times are lower bounds, without a compiler
+    compile_seconds: float  # to trace and compile; 0 if peak and times are lower bounds
 
     @property
     def total(self) -> Traffic:
@@ -98,7 +98,7 @@ class Plan:
 
     step: str  # its name
     topology: Topology
-    compiled_for: str  # ``"cuda"``, with the compiler for these GPUs, or ``"cpu"``, for virtual CPU devices
+    compiled_for: str  # ``"cuda"``: with the compiler for these GPUs; ``"cpu"``: for virtual devices
     memory: int  # bytes of a device that JAX uses
     parameters: int  # numbers in the parameters
     batch: tuple[int, str]  # examples or tokens per step of all devices, and the unit

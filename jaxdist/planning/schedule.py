@@ -52,7 +52,7 @@ def _walk(computations: Computations, name: str, devices: int, times: int) -> It
 
 
 def _collective(one: Instruction, computations: Computations) -> Instruction:
-    """Return the instruction of the collective that `one` starts: itself, or the only one it wraps."""
+    """Return the collective instruction that `one` starts: itself, or the only one it wraps."""
     if one.opcode != "async-start":
         return one
     found = [inner for name in one.called for inner in computations.get(name, ()) if inner.kind]

@@ -20,7 +20,7 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str) -> Topology:
-        """Parse a topology: ``"8xH100"``, ``"4x8xH100"`` (hosts first), ``"4x8xH100,network=25e9"``."""
+        """Parse ``"8xH100"``, ``"4x8xH100"`` (hosts first), or ``"4x8xH100,network=25e9"``."""
         match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([a-zA-Z].*)", text.strip())
         if match is None:
             raise ValueError(
