@@ -74,5 +74,5 @@ def plan(
         ahead = written if level == own else there.emitted(level)
         found.append(there.candidate(there.compile(ahead), level, level == own))
     if there.compiled_for == "cuda" and (large := [one.name for one in found if not one.fits]):
-        there.note(f"{', '.join(large)}: XLA schedules programs that do not fit to save memory, without overlap")
+        there.note(f"{', '.join(large)}: too large, so XLA schedules to save memory, not to overlap")
     return there.plan(written, found)
