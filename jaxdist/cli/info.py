@@ -40,7 +40,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON obje
     try:
         ctx = init()
     except (ValueError, RuntimeError, ImportError) as error:
-        _write({"problem": in_words(error), "job": {}, "ranks": []}, as_json)  # see what is missing
+        _write({"problem": in_words(error), "job": {}, "ranks": []}, as_json)  # perhaps a package is missing
         raise typer.Exit(1) from None
     ranks = ctx.control.exchange("jaxdist info", _this_rank(ctx))
     if ctx.is_root:

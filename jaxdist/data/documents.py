@@ -187,8 +187,8 @@ class Documents:
                 continue
             if [self._unread[block]] != _digests(self.tokens[block * _BLOCK : (block + 1) * _BLOCK]):
                 raise DataError(
-                    f"{self._folder}/{_TOKENS}: damaged: tokens {block * _BLOCK} to {(block + 1) * _BLOCK} are not "
-                    "as they were written. Delete the folder and tokenize again"
+                    f"{self._folder}/{_TOKENS}: damaged: tokens {block * _BLOCK} to {(block + 1) * _BLOCK} have "
+                    "changed since they were written. Delete the folder and tokenize again"
                 )
             del self._unread[block]
         return np.asarray(self.tokens[start:end])

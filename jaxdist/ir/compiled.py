@@ -54,7 +54,7 @@ class Instruction:
 
     @property
     def called(self) -> list[str]:
-        """Return the computations that run as part of it, without those of a kernel."""
+        """Return the computations that run as part of it, except inside kernels."""
         if self.opcode not in _FLOW:
             return []
         names = _CALLED.findall(self.rest)

@@ -1,8 +1,8 @@
 """Products of the batch with sharded weights: send the smaller of the two.
 
 By default the weight is gathered, and its gradient reduced into slices. With few rows in the batch
-and a large weight, the rows are sent instead. Each device multiplies all rows with its slice of the
-weight, an all-to-all returns its own examples; or it gets the columns that meet its slice, and a
+and a large weight, the rows are sent instead. Each device multiplies all rows with its slice,
+and an all-to-all returns its own examples; or it gets the columns that meet its slice, and a
 reduce-scatter adds the products. Gradients are computed as slices, from all rows. FLOPs are equal.
 
 References:

@@ -138,7 +138,7 @@ def unsplit(placed: Placed) -> int:
 
 
 def worth_splitting(placed: Placed) -> bool:
-    """Check whether a batchless step does more than make arguments or results, like `init`."""
+    """Check whether a step without a batch does more work than an `init`, which makes results."""
     block = placed.block
     entries = sum(math.prod(block.avals[i].shape) for i in (*block.inputs, *block.outputs))
     least, each = _WORTH_SPLITTING

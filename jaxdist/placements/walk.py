@@ -220,7 +220,7 @@ class Walk:
         return best and best[1]
 
     def candidates(self, node: Node, ins: Sequence[Placement], described: Factors) -> Sequence[tuple[int, Split]]:
-        """Return factors along which operands are split; those of the batch, if there are any."""
+        """Return factors along which operands are split; batch operands take precedence."""
         found: dict[tuple[int, int, int, int], Split] = {}
         batch = [p for p in ins if isinstance(p, Split) and not p.stored]
         for p, dims in zip(ins, described.operands, strict=True):
