@@ -1,12 +1,12 @@
-"""All benchmarks, one after another, and the pages of what they measured: docs/performance.md, the short one, and
-tables.md beside the results, with their pictures.
+"""Run all benchmarks, and write their pages (docs/performance.md, and tables.md next to the
+results) and pictures.
 
     python benchmarks --torch PYTHON
 
-PYTHON is an interpreter that has torch (CPU); without it torch is left out. On a quiet machine with two cores it takes
-about an hour. What was measured before stays in --results: `--only where` measures that again and makes the pages anew
-of all, `--only` with no name measures nothing. `--processor xeon` keeps what it measures beside what was measured on
-other processors: the pages show both.
+PYTHON is an interpreter with torch (CPU); without it, torch is left out. On a quiet two-core
+machine this takes about an hour. Earlier results stay in --results: `--only where` measures that
+again and rewrites the pages from all results; `--only` without a name measures nothing.
+`--processor xeon` stores results separately from those of other processors; the pages show both.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ The machines:
 
 
 def measured(results: Path, name: str) -> Iterator[tuple[str, Any]]:
-    """What a benchmark found on each processor, and the name of the file that it is in."""
+    """Yield a benchmark's results on each processor, with the name of their file."""
     for path in [results / f"{name}.json", *sorted(results.glob(f"{name}-*.json"))]:
         if path.exists():
             yield path.stem, json.loads(path.read_text())
 
 
 def summarised(results: Path) -> str:
-    """The Markdown of the short page."""
+    """Return the Markdown of the short page."""
     there = {name: [found for _, found in measured(results, name)] for name in TITLES}
     return summary.page({name: found for name, found in there.items() if found})
 
 
 def page(results: Path) -> str:
-    """The Markdown of the results that there are."""
+    """Return the Markdown of all results."""
     sections = []
     for name, title in TITLES.items():
         module = importlib.import_module(name)
@@ -85,7 +85,7 @@ def page(results: Path) -> str:
 
 
 def draw(results: Path, pictures: Path) -> None:
-    """The pictures of the pages."""
+    """Draw the pictures of the pages."""
     pictures.mkdir(parents=True, exist_ok=True)
     for name in TITLES:
         for stem, found in measured(results, name):
@@ -95,7 +95,7 @@ def draw(results: Path, pictures: Path) -> None:
 
 
 def main() -> None:
-    """Measure, then write the page."""
+    """Measure, then write the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", metavar="PYTHON")
     parser.add_argument("--only", nargs="*", choices=list(TITLES), help="these; default: all")

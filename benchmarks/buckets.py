@@ -1,9 +1,9 @@
-"""Step time by bucket size and wire dtype, beside the same step with each gradient alone.
+"""Step time by bucket size and wire dtype, compared with sending each gradient alone.
 
     python benchmarks/buckets.py --json buckets.json --markdown buckets.md --png buckets.png
 
-Two ranks, a core each; what is compared takes turns, as in step_time.py. This is where
-`jaxdist.communicators.default_bucket_bytes` comes from.
+Two ranks with one core each; compared variants take turns, as in step_time.py. The values of
+`jaxdist.communicators.default_bucket_bytes` come from this.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KIB = (0, 64, 256, 1024, 4096, 16384, 65536)
 
 
 def variants(communicators: list[str], kib: list[int], compress: list[str]) -> dict[str, tuple[str, str]]:
-    """Label -> job, and name there."""
+    """Map labels to a job and its name there."""
     options = [f"bucket={k << 10}" for k in kib] + [f"compress={c}" for c in compress]
     return {f"{c} {option}": ("jax 2", f"jaxdist {c} 0 {option}") for c in communicators for option in options}
 
@@ -33,13 +33,13 @@ def _said(label: str) -> str:
 
 
 def _ratios(results: dict[str, Any], label: str) -> list[Any]:
-    """To each gradient alone over the same wire, by model."""
+    """Return ratios to sending each gradient alone over the same wire, by model."""
     alone = f"{label.split()[0]} bucket=0"
     return [report.ratio(m["ms"], label, (alone,)) for m in results["models"].values()]
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Times and ratios, a row for each setting."""
+    """Return a table of times and ratios, one row per setting."""
     found = results["models"].values()
     labels = list(next(iter(found))["ms"])
     rows = []
@@ -53,7 +53,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, Any], figure: Any) -> None:
-    """The ratio over the bucket's size, a panel for each wire."""
+    """Plot the ratio over the bucket size, one panel per wire."""
     figure.suptitle(f"Time of a step by bucket size, {report.processor(results)} (lower is better)")
     labels = [x for x in next(iter(results["models"].values()))["ms"] if "bucket=" in x]
     wires = list(dict.fromkeys(label.split()[0] for label in labels))

@@ -1,4 +1,4 @@
-"""jaxdist's eager collectives beside raw mpi4py on NumPy buffers and torch's gloo: two processes, a core each.
+"""jaxdist's eager collectives, raw mpi4py on NumPy buffers, and torch's gloo: two processes, one core each.
 
     python benchmarks/collectives.py --torch PYTHON --json c.json --markdown c.md --png c.png
 
@@ -29,7 +29,7 @@ SYSTEMS = {
 
 
 def of_jaxdist(communicator: str) -> Callable[[str], Variant]:
-    """A rank: ``"allreduce 4096"`` -> that call."""
+    """Return a rank's builder: ``"allreduce 4096"`` gives that call."""
     import jax
 
     import jaxdist
@@ -45,7 +45,7 @@ def of_jaxdist(communicator: str) -> Callable[[str], Variant]:
 
 
 def of_mpi4py() -> Callable[[str], Variant]:
-    """Into buffers that are there already: the limit."""
+    """Receive into existing buffers, which is the limit."""
     import numpy as np
     from mpi4py import MPI
 
@@ -69,7 +69,7 @@ def of_mpi4py() -> Callable[[str], Variant]:
 
 
 def of_torch() -> Callable[[str], Variant]:
-    """In place, or into tensors that are there already."""
+    """Work in place, or into existing tensors."""
     import torch
     import torch.distributed as dist
 
@@ -80,7 +80,7 @@ def of_torch() -> Callable[[str], Variant]:
     def call(name: str) -> Variant:
         op, size = name.split()
         n = int(size) // 4
-        x, out = torch.zeros(n), torch.zeros(n)  # zeros, for they are added up again and again
+        x, out = torch.zeros(n), torch.zeros(n)  # zeros, since they are added up repeatedly
         part, whole = torch.zeros(n // SIZE), torch.zeros(n * SIZE)
         calls: dict[str, Callable[[], Any]] = {
             "allreduce": lambda: dist.all_reduce(x),
@@ -95,7 +95,7 @@ def of_torch() -> Callable[[str], Variant]:
 
 
 def _variant(call: Callable[[], Any]) -> Variant:
-    def step() -> None:  # no loss
+    def step() -> None:  # returns no loss
         call()
 
     return Variant(step)
@@ -106,11 +106,11 @@ def _size(nbytes: int) -> str:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """A row for each collective and size."""
+    """Return a table with one row per collective and size."""
     rows = []
     systems = results["systems"]
     for op in results["ops"]:
-        for size in results["sizes"][::2]:  # the picture has all
+        for size in results["sizes"][::2]:  # the picture has all sizes
             times = {s: results["ms"][f"{s}|{op} {size}"] for s in systems}
             cells = [report.three(report.spread(times[s]).median) for s in systems]
             rows.append([f"{op}, {_size(size)}", *cells])
@@ -118,7 +118,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, Any], figure: Any) -> None:
-    """Time over size, a panel for each collective."""
+    """Plot time over size, one panel per collective."""
     figure.suptitle(f"Time of a collective between two ranks, {report.processor(results)} (lower is better)")
     figure.set_size_inches(max(11, 2.8 * len(results["ops"])), 4.5)
     panels = figure.subplots(1, len(results["ops"]), sharey=True, squeeze=False)[0]
@@ -154,7 +154,7 @@ def main() -> None:
             python = {"python": args.torch} if system == "torch gloo" else {}
             job = stack.enter_context(Job(SYSTEMS[system], 2, **python))
             tasks |= {f"{system}|{op} {size}": (job, f"{op} {size}") for op in args.ops for size in args.sizes}
-        # All systems with one collective, then with the next.
+        # All systems run one collective, then the next.
         tasks = dict(sorted(tasks.items(), key=lambda task: task[0].partition("|")[2]))
         times = take_turns(tasks, build(tasks, args.seconds), args.rounds)
     results = {

@@ -1,13 +1,13 @@
-"""Published training steps, unchanged but for the decorator, against one device.
+"""Compare published training steps, unchanged except for the decorator, with one device.
 
     python benchmarks/compatibility.py --sources DIR [NAME ...] [--markdown benchmarks/results/published.md]
 
-DIR holds a checkout of each repository at the commit that published/source.py names (`--list` prints them). Each step
-trains on 1, 2 and 4 virtual devices, at the levels of ZeRO if it has an optax transformation, and on two processes over
-both communicators (which `jaxdist run` starts); what comes out is compared with one device under the step's own
-decorator. Named steps replace what benchmarks/results/compatibility.json has of them. `--markdown` alone makes the page
-of what that has, and needs no checkouts. Besides those of jaxdist it needs diffrax, dm-haiku, dm-tree, numpyro, einops,
-jraph, ml_collections and clu.
+DIR holds a checkout of each repository at the commit in published/source.py (`--list` prints them). Each
+step trains on 1, 2 and 4 virtual devices, at each ZeRO level if it has an optax transformation, and on two
+processes over both communicators (started by `jaxdist run`). Results are compared with one device under
+the step's own decorator. Named steps replace their entries in benchmarks/results/compatibility.json.
+`--markdown` alone writes the page from that file, and needs no checkouts. Besides jaxdist's packages this
+needs diffrax, dm-haiku, dm-tree, numpyro, einops, jraph, ml_collections and clu.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ DEVICES = (1, 2, 4)
 LEVELS = (1, 2, 3)
 COMMUNICATORS = ("xla", "mpi")
 EXACT, EXACT32 = 1e-10, 1e-6
-"""Relative, in float64 and float32."""
+"""Relative tolerances in float64 and float32."""
 FLOOR = 1e-6
-"""The least that a leaf's difference is divided by: of what should be zero there is only rounding."""
+"""The smallest divisor of a leaf's difference: values that should be zero contain only rounding."""
 SETTINGS = {
     "JAX_PLATFORMS": "cpu",
     "JAX_ENABLE_X64": "1",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # the work is to compile: what is computed stays the same
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compilation dominates; results do not change
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
 FLAGS = f"--xla_force_host_platform_device_count={2 * max(DEVICES)}"
@@ -51,11 +51,11 @@ Numbers = list[dict[str, Any]]
 
 
 class Expected(NamedTuple):
-    """What one device makes of an entry.
+    """The results of an entry on one device.
 
     Attributes:
-      numbers: after each step.
-      itself: of each leaf, how far it is when the floats of the first call are changed in the last digit.
+      numbers: values after each step.
+      itself: per leaf, the effect of changing the last digit of the first call's floats.
     """
 
     numbers: Numbers
@@ -63,11 +63,11 @@ class Expected(NamedTuple):
 
 
 class Step(NamedTuple):
-    """How a step was placed that a run compiled for several devices.
+    """The placement of a step that a run compiled for several devices.
 
     Attributes:
-      split: whether it got examples, each device its part of them.
-      repeated: the share of its work that every device does.
+      split: whether it got examples, with each device getting its part.
+      repeated: the share of its work that every device repeats.
     """
 
     split: bool
@@ -76,7 +76,7 @@ class Step(NamedTuple):
 
 @contextlib.contextmanager
 def split() -> Iterator[list[Step]]:
-    """Yields the steps that are placed within."""
+    """Collect the steps that are placed within this context."""
     from jaxdist.placements import report
     from jaxdist.placements.values import Split
     from jaxdist.step import placed
@@ -99,7 +99,7 @@ def split() -> Iterator[list[Step]]:
 
 
 def compare(expected: Numbers, got: Numbers) -> dict[str, float]:
-    """The largest differences of two trainings: of each leaf over the steps, relative to its largest value."""
+    """Return the largest difference between two trainings, per leaf, relative to its largest value."""
     import numpy as np
 
     worst: dict[str, float] = {}
@@ -115,7 +115,7 @@ def compare(expected: Numbers, got: Numbers) -> dict[str, float]:
             x, y = a.astype(float), b.astype(float)
             same = (x == y) | (np.isnan(x) & np.isnan(y))
             scale = max(np.abs(np.where(np.isfinite(x), x, 0)).max(initial=0.0), FLOOR)
-            with np.errstate(invalid="ignore"):  # of infinite ones
+            with np.errstate(invalid="ignore"):  # infinities
                 apart = np.where(same, 0, np.abs(x - y) / scale)
             apart = np.where(np.isnan(apart), np.inf, apart).max(initial=0.0)
             worst[path] = max(worst.get(path, 0.0), float(apart))
@@ -123,7 +123,7 @@ def compare(expected: Numbers, got: Numbers) -> dict[str, float]:
 
 
 def numbers(tree: Any) -> dict[str, Any]:
-    """Of what a loop yields, each array whole, by its path."""
+    """Return the arrays that a loop yields, whole, by path."""
     import jax
     import numpy as np
     from flax import nnx
@@ -147,7 +147,7 @@ def numbers(tree: Any) -> dict[str, Any]:
 
 
 def nudged(decorate: Callable[[Any], Any], bits: int) -> Callable[[Any], Any]:
-    """A decorator whose first call gets its floats changed in the last digit."""
+    """Return a decorator that changes the last digit of the floats in its first call."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -158,7 +158,7 @@ def nudged(decorate: Callable[[Any], Any], bits: int) -> Callable[[Any], Any]:
     def other(x: Any) -> Any:
         if not isinstance(x, (jax.Array, np.ndarray)) or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        if (x == jnp.round(x)).all():  # classes, or what must be 0 or 1
+        if (x == jnp.round(x)).all():  # classes, or values that must be 0 or 1
             return x
         return (x * (1 + noise.uniform(-1, 1, x.shape) * 2.0 ** (1 - bits))).astype(x.dtype)
 
@@ -181,7 +181,7 @@ def nudged(decorate: Callable[[Any], Any], bits: int) -> Callable[[Any], Any]:
 def train(
     entry: Any, decorate: Callable[[Any], Any], level: Any = 0, rank: int = 0, size: int = 1
 ) -> tuple[Numbers, bool]:
-    """What an entry's loop yields, and whether it has an optax transformation."""
+    """Train an entry; return its loop's values, and whether it has an optax transformation."""
     import jax
     import published
 
@@ -202,7 +202,7 @@ def train(
 
 
 def decorator(entry: Any, devices: int | None = None) -> Callable[[Any], Any]:
-    """`data_parallel`, on so many devices of this process or on the job's."""
+    """Return `data_parallel` for this many devices of this process, or for the job's."""
     import functools
 
     import jax
@@ -216,7 +216,7 @@ def decorator(entry: Any, devices: int | None = None) -> Callable[[Any], Any]:
 
 
 def halved(names: Sequence[str], leaves: Sequence[Any], seed: str) -> dict[str, int]:
-    """Layouts that cut the largest dimension of three in four of the leaves that have an even one."""
+    """Return layouts that cut three in four leaves with an even dimension, along the largest."""
     import random
 
     import jax
@@ -233,12 +233,12 @@ def halved(names: Sequence[str], leaves: Sequence[Any], seed: str) -> dict[str, 
 
 
 def over(entry: Any, sizes: dict[str, int], cuts: list[int]) -> Callable[[Any], Any]:
-    """`parallel` on a mesh of virtual devices, with `halved` layouts of what a step is called with.
+    """Return `parallel` on a mesh of virtual devices, with `halved` layouts of the arguments.
 
     Args:
-      entry: to run.
-      sizes: of the mesh.
-      cuts: gets how many leaves are cut, for each kind of call.
+      entry: the entry to run.
+      sizes: the sizes of the mesh axes.
+      cuts: receives the number of cut leaves for each kind of call.
     """
     import math
 
@@ -273,7 +273,7 @@ def over(entry: Any, sizes: dict[str, int], cuts: list[int]) -> Callable[[Any], 
 
 
 def over_mesh(entry: Any, sizes: dict[str, int]) -> str:
-    """How an entry does on a mesh: ``"right: ..."``, ``"wrong: ..."`` or ``"refused: ..."``, and why."""
+    """Run an entry on a mesh; return ``"right: ..."``, ``"wrong: ..."`` or ``"refused: ..."``."""
     reference, _ = train(entry, entry.reference)
     again, _ = train(entry, nudged(entry.reference, 24 if entry.float32 else 53))
     known, cuts = Expected(reference, compare(reference, again)), list[int]()
@@ -285,9 +285,9 @@ def over_mesh(entry: Any, sizes: dict[str, int]) -> str:
 
 
 def attempt(entry: Any, expected: Expected, run: Callable[[], tuple[Numbers, bool]]) -> dict[str, Any]:
-    """One cell: the largest difference, and how many times what is allowed of a leaf; or the error's first line.
+    """Return a cell: the largest difference, absolute and per leaf's tolerance, or an error's line.
 
-    Allowed are the last digits, or ten times what they make of one device itself, for those that say why.
+    The tolerance is the last digits, or ten times their effect on one device if a reason is given.
     """
     start, steps = time.monotonic(), []
     try:
@@ -301,14 +301,14 @@ def attempt(entry: Any, expected: Expected, run: Callable[[], tuple[Numbers, boo
         if "-v" in sys.argv:
             traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]}
-    if steps:  # on several devices
+    if steps:  # several devices
         found |= {"split": any(s.split for s in steps)}
         found["repeated"] = round(max((s.repeated for s in steps if s.split), default=0.0), 4)
     return found | {"seconds": round(time.monotonic() - start, 1)}
 
 
 def here(entry: Any, expected: Path, old: dict[str, Any], wanted: re.Pattern[str]) -> dict[str, Any]:
-    """An entry on the virtual devices of this process; its reference is kept in the file `expected`."""
+    """Run an entry on this process's virtual devices; keep the reference in the file `expected`."""
     from published.source import COMMITS, MissingSourceError
 
     repository, commit = COMMITS[entry.path.partition("/")[0]]
@@ -335,12 +335,12 @@ def here(entry: Any, expected: Path, old: dict[str, Any], wanted: re.Pattern[str
 
 
 def name(devices: int, level: int = 0) -> str:
-    """Of a run."""
+    """Return the name of a run."""
     return f"{devices} device{'s' if devices > 1 else ''}" + (f", level {level}" if level else "")
 
 
 def as_rank(names: Sequence[str], folder: Path) -> None:
-    """What each process of a job does: each entry, its result into a file of the folder."""
+    """Run each entry as one process of a job, and write results to files in the folder."""
     import published
 
     import jaxdist
@@ -355,7 +355,7 @@ def as_rank(names: Sequence[str], folder: Path) -> None:
 
 
 def on_ranks(names: Sequence[str], folder: Path, communicator: str) -> dict[str, Any]:
-    """The worse of two processes of each entry. A job that ends early is followed by one of the rest."""
+    """Return each entry's worse result of two processes. If a job ends early, a new one continues."""
     results: dict[str, Any] = {}
     left = list(names)
     while left:
@@ -390,40 +390,40 @@ def on_ranks(names: Sequence[str], folder: Path, communicator: str) -> dict[str,
 
 
 def exact(result: dict[str, Any]) -> bool:
-    """Whether all runs of a step are as close as can be."""
+    """Check whether all runs of a step match as closely as possible."""
     runs = result["runs"].values()
     return bool(runs) and all(run.get("beyond", float("inf")) <= 1 for run in runs)
 
 
 def worst(result: dict[str, Any]) -> float:
-    """The largest difference of all runs."""
+    """Return the largest difference of all runs."""
     return max((run.get("difference", float("inf")) for run in result["runs"].values()), default=float("inf"))
 
 
 def placed(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs on several devices, if in all of them the step got examples, which each device had its part of."""
+    """Return the runs on several devices, if in all of them each device got its part of the examples."""
     runs = [run for run in result["runs"].values() if "split" in run]
     return runs if all(run["split"] for run in runs) else []
 
 
 def ran(result: dict[str, Any]) -> str:
-    """How the runs on several devices were, in words."""
+    """Describe the runs on several devices in words."""
     return "split" if placed(result) else "no batch"
 
 
 def number(x: float) -> str:
-    """In two digits."""
+    """Format with two digits."""
     return "0" if not x else f"{x:.0e}".replace("e-0", "e-") if x < float("inf") else "inf"
 
 
 def share(result: dict[str, Any]) -> str:
-    """The largest share of the work that every device does in a run."""
+    """Return the largest share of repeated work in any run."""
     most = max((run["repeated"] for run in placed(result)), default=0.0)
     return f"{most:.0%}" if most >= 0.005 else ""
 
 
 def conditions(result: dict[str, Any]) -> dict[str, str]:
-    """On how many devices it ran, at which levels, over which wires, and how."""
+    """Return the numbers of devices, levels and wires of the runs, and their results."""
     runs = result["runs"]
     levels = ["0"] * any("device" in run and "level" not in run for run in runs) + [
         run[-1] for run in runs if "level" in run
@@ -437,7 +437,7 @@ def conditions(result: dict[str, Any]) -> dict[str, str]:
 
 
 def line(result: dict[str, Any], usual: dict[str, str]) -> str:
-    """A row of the table; what is not as usual of its conditions is in the notes."""
+    """Return a table row; notes list unusual conditions."""
     errors = sorted({f"{where}: {run['error']}" for where, run in result["runs"].items() if "error" in run})
     notes = [f"{name}: {x}." for name, x in conditions(result).items() if x != usual[name]]
     if share(result):
@@ -458,7 +458,7 @@ def line(result: dict[str, Any], usual: dict[str, str]) -> str:
 
 
 def page(found: dict[str, Any]) -> str:
-    """The Markdown of what was found."""
+    """Return the Markdown page of the results."""
     results = [r for r in found["results"].values() if "missing" not in r]
     good = [r for r in results if exact(r)]
     told = [r for r in results if r["batch_argnums"] is not None]
@@ -520,7 +520,7 @@ def main(argv: Iterable[str] | None = None) -> None:
 
 
 def measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Run what is asked for, and write it into the results."""
+    """Run the requested entries, and add them to the results."""
     os.environ.update({k: v for k, v in SETTINGS.items() if k not in os.environ})
     if args.sources:
         os.environ["PUBLISHED_SOURCES"] = str(args.sources.resolve())
@@ -571,12 +571,12 @@ def measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
 
 
 def short(run: dict[str, Any]) -> str:
-    """A cell as it is printed: ! where it is too far."""
+    """Format a cell, with ! if the difference is too large."""
     return run.get("error") or number(run["difference"]) + " !" * (run["beyond"] > 1)
 
 
 def save(file: Path, found: dict[str, Any], order: Iterable[str]) -> None:
-    """The results, in the order of the entries."""
+    """Save the results in the order of the entries."""
     found["results"] = {n: found["results"][n] for n in order if n in found["results"]}
     file.write_text(json.dumps(found, indent=1) + "\n")
 

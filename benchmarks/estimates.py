@@ -1,10 +1,10 @@
-"""What an estimate says that a step takes, beside what it takes; and whether the mesh that it prefers is the fastest.
+"""Estimated and measured time of a step, and whether the mesh with the best estimate is the fastest.
 
     python benchmarks/estimates.py --json estimates.json --markdown estimates.md --png estimates.png
 
-Ten models, each on every mesh of two devices that it can be on, at ZeRO levels 0 and 3: what `mesh="auto"` goes by,
-beside the median time of a step. The table has the candidate that the estimate prefers, its estimated and its measured
-milliseconds, and its time over that of the fastest candidate.
+Ten models, each on every possible mesh of two devices, at ZeRO levels 0 and 3: the estimate that
+`mesh="auto"` uses, and the median time of a step. The table shows the candidate with the best
+estimate, its estimated and measured milliseconds, and its time divided by the fastest candidate's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jaxdist.runtime.context import machine_of
 from jaxdist.step.choice import Estimate
 
 NEAR = 1.05
-"""What the preferred candidate may take of the fastest to be counted as right: more than rounds differ by."""
+"""Ratio to the fastest candidate up to which the preferred one counts as right, above the noise of rounds."""
 RNG = np.random.default_rng(0)
 
 
@@ -131,7 +131,7 @@ class Candidate:
         self.run(2)
 
     def run(self, steps: int) -> float:
-        """The seconds of a step."""
+        """Return the seconds per step."""
         start, loss = time.perf_counter(), None
         for _ in range(steps):
             *self._state, loss = self._step(*self._state, self._x)
@@ -140,8 +140,8 @@ class Candidate:
 
 
 def measure(models: Sequence[str], rounds: int, steps: int) -> dict[str, list[Sequence[Any]]]:
-    """Of each model its candidates, in the order of their estimates: the name, the seconds of the estimate, and the
-    median, least and most of a step that were measured."""
+    """Return each model's candidates, ordered by estimate: name, estimated seconds, and the median,
+    smallest and largest measured step times."""
     found: dict[str, list[Sequence[Any]]] = {}
     for model in models:
         x = MODELS[model][2]
@@ -164,7 +164,7 @@ def measure(models: Sequence[str], rounds: int, steps: int) -> dict[str, list[Se
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """A row for each model, and how often the estimate is right."""
+    """Return a table with one row per model, and how often the estimate is right."""
     wires, rows, right = results["found"], [], Counter[str]()
     for model in results["models"]:
         cells = []
@@ -181,7 +181,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, Any], figure: Any) -> None:
-    """Measured over estimated, a panel for each wire."""
+    """Plot measured over estimated time, one panel per wire."""
     figure.suptitle(f"Estimated and measured time of a step, {report.processor(results)}")
     panels = figure.subplots(1, len(results["found"]), sharey=True, squeeze=False)[0]
     for panel, (wire, found) in zip(panels, results["found"].items(), strict=True):
@@ -194,7 +194,7 @@ def draw(results: dict[str, Any], figure: Any) -> None:
 
 
 def main() -> None:
-    """Measure and report; a rank writes what it has measured to a file."""
+    """Measure and report; each rank writes its measurements to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8)

@@ -1,19 +1,19 @@
-"""What becomes of a job when one rank fails: every fault under every launcher, over both wires.
+"""Let one rank of a job fail, and see how the job ends: every fault, launcher and wire.
 
     python benchmarks/faults.py --json faults.json --markdown faults.md
     python benchmarks/faults.py --faults sigkill,order_of_twins --launchers run
 
     python benchmarks/faults.py --kills 200 --seed 1
 
-A fault (`known_faults.py`) says what it should lead to: the job fails and names the rank, with that rank's exit code
-where it chose one, or it goes on. Seconds are those from the fault to the end of the last process. **hung** jobs were
-killed after `--limit` seconds; **silent** ones should have failed, and every rank ended with 0 or no line named the
-culprit; in **crash** ones native code (gloo, MPI, JAX's coordinator) ended a process before an error could say what was
-wrong. The exit code is 1 if anything is wrong. In full it takes about an hour on two cores.
+A fault (`known_faults.py`) declares the expected outcome: the job fails and names the rank, with that rank's exit
+code if it chose one, or the job continues. Seconds run from the fault to the end of the last process. **hung**
+jobs were killed after `--limit` seconds. **silent** ones should have failed, but every rank exited with 0, or no
+line named the culprit. In **crash** ones, native code (gloo, MPI, JAX's coordinator) ended a process before it
+could report the error. The exit code is 1 if anything is wrong. A full run takes about an hour on two cores.
 
-With --kills, so many jobs with workers of a data set get a SIGKILL each: one of their processes (a rank, a worker, the
-launcher, the mpirun of `jaxdist run`), at a random moment. Within 10 seconds all that ran then has to be gone; under
-`jaxdist run`, if it lives, a second start has to come to training.
+With --kills, this many jobs with data workers get one SIGKILL each: for a rank, a worker, the
+launcher, or the mpirun of `jaxdist run`, at a random moment. Everything must be gone within 10
+seconds; under `jaxdist run`, if it survives, a second start must train again.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ import report
 from known_faults import BOOM, FAULTS, UNDISTURBED, Fault
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from harness import jobs  # how the tests start them, and find what they leave behind
+from harness import jobs  # shared with the tests: start jobs, and find leftover processes
 
 HERE = Path(__file__).resolve().parent
 JAXDIST_RUN = [sys.executable, "-m", "jaxdist", "run"]
 WIRES = {"mpirun": ("xla", "mpi"), "run": ("xla", "mpi"), "run-env": ("xla",), "env": ("xla",)}
-"""Launcher -> communicators that it can have: only under MPI is there MPI."""
+"""Communicators available to each launcher: MPI needs an MPI launcher."""
 
 
 class Setting(NamedTuple):
-    """How a job with a fault is started.
+    """The settings of a job with a fault.
 
     Attributes:
       launcher: "mpirun", "run" (`jaxdist run`), "run-env" (with ``--launcher env``) or "env" (by hand).
       communicator: "xla" or "mpi".
-      size: of the job.
-      culprit: the rank, where the fault leaves that free.
+      size: the number of ranks.
+      culprit: the rank, unless the fault fixes it.
       timeout: JAXDIST_TIMEOUT.
-      limit: seconds after which a job hangs.
-      late: seconds that ranks are late which may be.
-      level: of `jaxdist.zero`.
-      gone: seconds within which all that ran has to be gone once the job has ended. What a rank has left
-        behind has up to 2 (`jaxdist.launch.command`).
-      turns: of the loop; None: so many that ranks which are left alone can notice.
+      limit: seconds after which a job counts as hung.
+      late: delay in seconds of ranks that may be late.
+      level: the ZeRO level.
+      gone: seconds within which everything must be gone after the job has ended. Processes left by
+      a rank have up to 2 s (`jaxdist.launch.command`).
+      turns: the number of loop turns, or None for enough that ranks left alone notice.
     """
 
     launcher: str
@@ -72,18 +72,18 @@ class Setting(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a job.
+    """The outcome of a job.
 
     Attributes:
       fault: its name.
-      launcher: as in `Setting`.
-      communicator: as in `Setting`.
-      seconds: from the fault to the end of the last process; None if one did not end, or there was no fault.
-      codes: exit code of the launcher, or by hand of each rank; None: it did not end.
-      named: the first line that names the culprit, "" if there is none.
+      launcher: see `Setting`.
+      communicator: see `Setting`.
+      seconds: from the fault to the end of the last process; None if one stays, or without a fault.
+      codes: exit code of the launcher, or of each rank if started by hand; None if it did not end.
+      named: the first line that names the culprit, or "".
       orphans: processes that outlived the job.
-      problems: of "hung", "silent", "unnamed", "failed", "code", "crash", "orphans", and "missed" (the fault did not
-        come to be: another one was faster); nothing if all is as it should be.
+      problems: any of "hung", "silent", "unnamed", "failed", "code", "crash", "orphans", and
+      "missed" (the fault did not occur, because a different one came first); empty if all is well.
     """
 
     fault: str
@@ -97,14 +97,14 @@ class Outcome(NamedTuple):
 
 
 def run(name: str, setting: Setting) -> tuple[Outcome, str]:
-    """Have one fault.
+    """Run a job with one fault.
 
     Args:
-      name: of `FAULTS`.
-      setting: of the job.
+      name: a key of `FAULTS`.
+      setting: the settings of the job.
 
     Returns:
-      What became of the job, and all that it wrote.
+      The outcome of the job, and all of its output.
     """
     fault = FAULTS[name]
     culprit = setting.culprit if fault.culprit is None else fault.culprit
@@ -149,7 +149,7 @@ def _start(name: str, culprit: int, setting: Setting, scratch: str, options: Seq
 
 
 def _watch(job: jobs.Job, waited_for: Sequence[int], fault: Fault, limit: float) -> tuple[dict[int, float], float]:
-    """When processes ended; and when the launcher got its signal, or 0."""
+    """Return when each process ended, and when the launcher got its signal, or 0."""
     ended: dict[int, float] = {}
     sent = 0.0
     end = time.monotonic() + limit
@@ -164,7 +164,7 @@ def _watch(job: jobs.Job, waited_for: Sequence[int], fault: Fault, limit: float)
     return ended, sent
 
 
-# What native code says when it ends a process that should have ended with an error.
+# Output of native code when it ends a process that should have reported an error.
 _CRASH = re.compile(
     r"terminate called|Check failure stack trace|Fatal Python error|MPI_ERRORS_ARE_FATAL|MPI_\w+ returned error code"
 )
@@ -180,23 +180,23 @@ def judge(
     hung: bool,
     crashed: bool,
 ) -> list[str]:
-    """What is not as the fault declares it.
+    """Return deviations from the fault's declaration.
 
     Args:
-      fault: what it declares.
-      codes: of the launcher alone, or by hand of each rank.
+      fault: the declaration.
+      codes: the launcher's exit code, or each rank's if started by hand.
       culprit: the rank.
       complete: whether every rank came to the end of its script.
       named: the line that names the culprit, or "".
-      orphans: what outlived the job.
+      orphans: processes that outlived the job.
       hung: whether it had to be killed.
-      crashed: whether native code ended a process of it.
+      crashed: whether native code ended one of its processes.
 
     Returns:
-      As `Outcome.problems`.
+      The same as `Outcome.problems`.
     """
     found = ["orphans"] * bool(list(orphans)) + ["crash"] * crashed
-    if fault.expects == "named":  # a rank that is busy at its end may be waited for
+    if fault.expects == "named":  # waiting for a rank that is busy at its end is fine
         return found if named else [*found, "hung" if hung else "silent"]
     if hung:
         return [*found, "hung"]
@@ -209,14 +209,14 @@ def judge(
     own = codes[culprit] if by_hand else codes[0]
     if fault.code:
         right = all(others) and own == fault.code
-    else:  # a culprit that ends with 0 by itself, or that has to be killed by hand, is left out
+    else:  # skip a culprit that exits with 0, or that must be killed by hand
         right = all(others) and (bool(own) or (by_hand and (fault.code == 0 or fault.stays)))
     if not right:
         found.append("code")
     return found if named or fault.outside else [*found, "unnamed"]
 
 
-# Who speaks is not who is to blame.
+# The speaker is not necessarily to blame.
 _SPEAKER = re.compile(
     r"^\[jaxdist rank \d+\] |(?<!on )rank \d+( has waited|: )|timed out on rank \d+|MPI_ABORT.*"
     r"|process rank \d+ .* calling$"
@@ -228,12 +228,12 @@ class Kill(NamedTuple):
 
     Attributes:
       launcher: "mpirun", "run" or "run-env", as in `Setting`.
-      communicator: likewise.
-      victim: "rank", "worker", "launcher", or "mpirun" (that of "run").
-      which: of several; the rest of a division counts.
-      after: seconds from when there is such a process.
+      communicator: see `Setting`.
+      victim: "rank", "worker", "launcher", or "mpirun" (started by "run").
+      which: an index among several, modulo their number.
+      after: seconds after such a process exists.
       again: whether the job is started again (``--max-restarts 1``).
-      size: of the job.
+      size: the number of ranks.
     """
 
     launcher: str
@@ -258,14 +258,14 @@ _VICTIM = {
 
 
 class Killed(NamedTuple):
-    """What became of it.
+    """The outcome of a kill.
 
     Attributes:
-      kill: what was done.
-      seconds: until everything that ran was gone; None if it was not in time.
-      code: exit code of the launcher; None if it lives on with a second start, which came to training.
-      problems: of "missed" (there was no such process), "orphans", "hung", "silent", "not started again"; nothing if
-        all is as it should be.
+      kill: the kill.
+      seconds: time until everything was gone; None if it was not in time.
+      code: exit code of the launcher; None if it survived and a second start trained.
+      problems: any of "missed" (no such process existed), "orphans", "hung", "silent", "not started
+      again"; empty if all is well.
     """
 
     kill: Kill
@@ -275,15 +275,15 @@ class Killed(NamedTuple):
 
 
 def kill(plan: Kill, limit: float = 120.0, gone_seconds: float = 10.0) -> tuple[Killed, str]:
-    """Start a job, kill one of its processes, and see it end.
+    """Start a job, kill one of its processes, and watch it end.
 
     Args:
-      plan: which.
-      limit: seconds until there has to be such a process, and until a second start has to come to training.
-      gone_seconds: within which all that ran has to be gone.
+      plan: the kill.
+      limit: seconds within which such a process must exist, and a second start must train.
+      gone_seconds: seconds within which everything must be gone.
 
     Returns:
-      What became of the job, and all that it wrote.
+      The outcome of the job, and all of its output.
     """
     setting = Setting(plan.launcher, plan.communicator, plan.size)
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as scratch:
@@ -315,7 +315,7 @@ def kill(plan: Kill, limit: float = 120.0, gone_seconds: float = 10.0) -> tuple[
                     break
                 time.sleep(0.1)
             else:
-                if goes_on and launcher.poll() != 0:  # 0: it had come to its end before
+                if goes_on and launcher.poll() != 0:  # 0: it had finished before
                     problems.append("not started again")
                 return Killed(plan, seconds, launcher.poll(), _silent(plan, job, problems)), job.everything()
             if job.alive(patience=gone_seconds):
@@ -344,7 +344,7 @@ def _victims(job: jobs.Job, kind: str, patience: float) -> list[int]:
 
 
 def random_kill(random: Random, launchers: Sequence[str], communicators: Sequence[str], size: int) -> Kill:
-    """Any process at any moment."""
+    """Return a random kill: any process at any moment."""
     launcher = random.choice([name for name in launchers if name in VICTIMS])
     wire = random.choice([name for name in communicators if name in WIRES[launcher]])
     victim = random.choice(VICTIMS[launcher])
@@ -355,7 +355,7 @@ def random_kill(random: Random, launchers: Sequence[str], communicators: Sequenc
 
 
 def markdown_of_kills(results: dict[str, Any]) -> str:
-    """A row for each kind of process, then how many were wrong."""
+    """Return a table with one row per kind of process, and the number of failures."""
     found = [Killed(Kill(*row["kill"]), *[row[key] for key in Killed._fields[1:]]) for row in results["kills"]]
     rows = []
     for launcher, victims in VICTIMS.items():
@@ -373,13 +373,13 @@ def markdown_of_kills(results: dict[str, Any]) -> str:
 
 
 def naming(text: str, culprit: int) -> str:
-    """The first line of a job's output that says that this rank is to blame; "" if there is none.
+    """Return the first line of a job's output that blames this rank, or "".
 
-    It is about the rank, or it is the rank's own traceback, marked as such. That a rank speaks, or ends with an error,
-    is not enough: so do those that were left alone.
+    The line is about the rank, or it is the rank's own traceback, marked as such. Output or an
+    error from a rank is not enough, since ranks left alone produce those, too.
     """
     own = re.compile(rf"\[jaxdist rank {culprit}\] .*({BOOM}|uncaught|interrupted|KeyboardInterrupt|MemoryError)")
-    # The last two are mpirun's and jaxdist run's; the number of a process stands after its job's.
+    # The last two are from mpirun and jaxdist run; a process's number follows its job's.
     about = re.compile(rf"\brank {culprit}\b|Process name: \[[^\]]*,{culprit}\]")
     for line in text.splitlines():
         if own.search(line) or about.search(_SPEAKER.sub("", line)):
@@ -388,7 +388,7 @@ def naming(text: str, culprit: int) -> str:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """A row for each job, then how many were wrong."""
+    """Return a table with one row per job, and the number of failures."""
     outcomes = [Outcome(**row) for row in results["outcomes"]]
     rows = [
         [
@@ -410,7 +410,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def rows(faults: Sequence[str], launchers: Sequence[str], communicators: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Those that there can be."""
+    """Return the valid combinations."""
     return [
         (name, launcher, communicator)
         for name in faults
@@ -432,7 +432,7 @@ def _listed(known: Iterable[str]) -> Any:
 
 
 def main() -> None:
-    """The matrix."""
+    """Run the matrix."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [name for name in FAULTS if name != UNDISTURBED]
     parser.add_argument("--faults", type=_listed(names), default=names, help=f"some of {','.join(names)}")
@@ -460,7 +460,7 @@ def main() -> None:
         args.logs.mkdir(parents=True, exist_ok=True)
     outcomes: list[Outcome] = []
     kills: list[Killed] = []
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # no job is left behind
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave no job behind
     try:
         if args.kills:
             _kill_all(args, kills)

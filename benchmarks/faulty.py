@@ -15,18 +15,18 @@ from typing import Any
 
 from known_faults import AT, FAULTS, When, boom, mark, on_the_host
 
-TURNS = 150  # of the loop, 20 ms each: ranks that are left alone shall not be done before they could notice
+TURNS = 150  # number of turns, 20 ms each: ranks left alone must not finish before they can notice
 
 
 class Training:
-    """What every rank does.
+    """The training loop of every rank.
 
     Attributes:
-      options: of the command line.
+      options: command line options.
       guilty: whether this rank is the culprit.
-      turn: of the loop.
-      on_trace: called, once, while the next step is traced.
-      reduction: of the losses of the examples.
+      turn: the current turn of the loop.
+      on_trace: called once while the next step is traced.
+      reduction: reduces the losses of the examples.
     """
 
     def __init__(self, options: argparse.Namespace, guilty: bool):
@@ -35,7 +35,7 @@ class Training:
         self.stopped = False
 
     def join(self) -> None:
-        """Become a rank of the job, and have its steps."""
+        """Join the job as a rank, and create its steps."""
         import jax
         import jax.numpy as jnp
         import numpy as np
@@ -88,7 +88,7 @@ class Training:
         self.allreduce = lambda size=100: jax.block_until_ready(jaxdist.allreduce(jnp.ones(size)))
 
     def run(self) -> None:
-        """The loop of training."""
+        """Run the training loop."""
         fault, turns = FAULTS[self.options.fault], self.options.turns
         for self.turn in range(turns):
             if self.turn == AT:
@@ -106,7 +106,7 @@ class Training:
             time.sleep(0.02)
 
     def run_on_data(self) -> None:
-        """The same, on batches of a loader."""
+        """Run the loop on batches of a loader."""
         import jaxdist
 
         boom = self.options.fault.startswith("data_")
@@ -118,7 +118,7 @@ class Training:
             time.sleep(0.02)
 
     def in_order(self, *calls: Callable[[], Any]) -> None:
-        """Make these calls; in the other order on the culprit, from turn `AT` on."""
+        """Make these calls; in reverse order on the culprit from turn `AT` on."""
         odd = self.guilty and self.turn >= AT
         if odd and self.turn == AT:
             mark()
@@ -127,7 +127,7 @@ class Training:
 
 
 class Examples:
-    """A data set, one of whose examples can't be read on the culprit."""
+    """A data set with one example that the culprit cannot read."""
 
     def __init__(self, guilty: bool):
         self.guilty = guilty
@@ -144,7 +144,7 @@ class Examples:
 
 
 def main() -> None:
-    """One rank."""
+    """Run one rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("fault", choices=FAULTS)
     parser.add_argument("--culprit", type=int, default=1)

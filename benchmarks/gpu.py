@@ -1,12 +1,12 @@
-"""What takes a GPU to know: the core of the tests on it, the decorator's cost, memory against the plan's, utilisation.
+"""Measurements that need a GPU: core tests, decorator overhead, memory compared with the plan, utilization.
 
     python benchmarks/gpu.py --json gpu.json --markdown gpu.md --png gpu.png
 
-One process, one GPU, jax[cuda12]; the compiler for GPUs is the plan's as well. The model is that of examples/gpt.py, in
-bfloat16 with a float32 copy. Each part runs in a process of its own, so that the peak of its memory is its own. Steps
-of what is compared take turns. Utilisation: floating point operations of the model (6 a parameter and token in matrix
-products, and causal attention; not what jax.checkpoint computes again) over those of a large bfloat16 matrix product in
-the same time.
+One process, one GPU, jax[cuda12]; the plan uses the same compiler. The model is examples/gpt.py's,
+in bfloat16 with a float32 copy. Each part runs in its own process, to have its own memory peak.
+Compared steps take turns. Utilization: the model's floating point operations (6 per parameter and
+token in matrix products, and causal attention; without recomputation by jax.checkpoint) relative to
+a large bfloat16 matrix product in the same time.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ import report
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"layers": 2, "width": 32, "heads": 2, "context": 16, "batch_size": 2},  # to see that it works, on CPUs
+    "tiny": {"layers": 2, "width": 32, "heads": 2, "context": 16, "batch_size": 2},  # a test on CPUs
     "124M": {"layers": 13, "width": 896, "heads": 14, "context": 1024, "batch_size": 32},
     "350M": {"layers": 28, "width": 1024, "heads": 16, "context": 1024, "batch_size": 16},
     "1B": {"layers": 20, "width": 2048, "heads": 16, "context": 1024, "batch_size": 16},
 }
 LEVELS = (0, 1, 2, 3)
 KINDS = {"H100": "H100", "H200": "H200", "A100-SXM4-40": "A100-40", "A100-SXM4-80": "A100-80", "B200": "B200"}
-"""In the name of a device -> what `jaxdist plan` calls it."""
+"""Part of a device's name -> kind of device for `jaxdist plan`."""
 
 
-# --- parts: each in a process of its own, and prints one line of JSON
+# --- parts: each in its own process, prints one line of JSON
 
 
 def core() -> dict[str, Any]:
-    """The oracle of the tests, in float64: what a decorated step computes here is what the plain one does."""
+    """Run the tests' oracle in float64: decorated steps must match plain ones here."""
     import jax
     import numpy as np
     from jax.sharding import Mesh
@@ -67,7 +67,7 @@ def core() -> dict[str, Any]:
 
 
 def steps(size: str, rounds: int, seconds: float) -> dict[str, Any]:
-    """Milliseconds of the plain step under jit, of the decorated one, and at each level; they take turns."""
+    """Return milliseconds of the plain step under jit, the decorated one, and each level."""
     import jax
 
     variants: dict[str, Callable[[int], Any]] = {}
@@ -93,7 +93,7 @@ def steps(size: str, rounds: int, seconds: float) -> dict[str, Any]:
 
 
 def memory(size: str, level: int) -> dict[str, Any]:
-    """The most that the allocator held at once, and what the plan says of the same step."""
+    """Return the peak of the allocator, and the plan's prediction for the same step."""
     import jax
 
     import jaxdist
@@ -111,7 +111,7 @@ def memory(size: str, level: int) -> dict[str, Any]:
 
 
 def utilisation(size: str, rounds: int, seconds: float) -> dict[str, Any]:
-    """Operations of the model a second, and those of a large matrix product; they take turns."""
+    """Return operations per second of the model and of a large matrix product; they take turns."""
     import jax
     import jax.numpy as jnp
 
@@ -146,7 +146,7 @@ def utilisation(size: str, rounds: int, seconds: float) -> dict[str, Any]:
 
 
 def problem(size: str, level: int) -> tuple[Any, Any, Any]:
-    """The decorated step of examples/gpt.py, with a state and a batch of random numbers."""
+    """Return the decorated step of examples/gpt.py, with a random state and batch."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -181,13 +181,13 @@ def _advance(step: Any, held: list[Any], batch: Any, count: int) -> None:
     jax.block_until_ready(held)
 
 
-# --- what is made of them
+# --- pages
 
 
 def part(name: str, *arguments: Any) -> dict[str, Any]:
-    """A part in a process of its own."""
+    """Run a part in its own process."""
     command = [sys.executable, __file__, "--part", name, *map(str, arguments)]
-    # The allocator's own peak is asked for: nothing is taken ahead, and no more than is needed.
+    # The allocator reports its own peak: without preallocation it takes only as much as needed.
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if name == "memory" else dict(os.environ)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=env)
     if done.returncode:
@@ -196,7 +196,7 @@ def part(name: str, *arguments: Any) -> dict[str, Any]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The tables."""
+    """Return the tables."""
     text = [f"On {found['device']}."]
     if core := found.get("core"):
         text[0] += (
@@ -230,7 +230,7 @@ def _memory(found: dict[str, Any] | None) -> list[str | None]:
 
 
 def draw(found: dict[str, Any], figure: Any) -> None:
-    """Step times, a panel for each size."""
+    """Plot step times, one panel per size."""
     panels = figure.subplots(1, len(found["sizes"]), squeeze=False)[0]
     for panel, (size, each) in zip(panels, found["sizes"].items(), strict=True):
         times = each["steps"]["ms"]
@@ -275,7 +275,7 @@ def main() -> None:
 
 
 def device() -> dict[str, Any]:
-    """What is there."""
+    """Describe the available device."""
     import jax
 
     return {"device": jax.devices()[0].device_kind}

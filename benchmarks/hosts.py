@@ -1,12 +1,12 @@
-"""Two hosts with a slow link between them: shards over all ranks, and within hosts.
+"""Two hosts with a slow link between them: shards over all ranks, or within hosts.
 
     python benchmarks/hosts.py --models MLP-10M,GPT-10M --rounds 7 --torch PYTHON --json hosts.json
 
-The hosts are network namespaces of this machine (root needed), two ranks each, with a link of `--rate` between them, as
-`tc tbf` makes it; within a host ranks talk over the loopback device. All ranks share the cores there are, so that only
-ratios within a round say something. float32, Adam; torch and what is by hand over gloo. PYTHON is an interpreter that
-has torch (CPU); its ranks take turns with jaxdist's, a job each, so that its rounds are minutes apart from those that
-they are compared with.
+The hosts are network namespaces of this machine (needs root), with two ranks each and a link of
+`--rate` between them, made by `tc tbf`; ranks of one host use the loopback device. All ranks share
+the available cores, so only ratios within a round are meaningful. float32, Adam; torch and
+hand-written JAX use gloo. PYTHON is an interpreter with torch (CPU); its ranks take turns with
+jaxdist's, one job each, so its rounds are minutes apart from jaxdist's.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ PAIRS = [
 
 
 _JOBS = 3
-"""Of each kind, by turns, where there are two."""
+"""Number of jobs of each kind, which take turns if there are two kinds."""
 
 
 def rank(model: str, communicator: str, rounds: int, steps: int, torch: bool) -> None:
-    """One rank of the job: the variants by turns; the root prints all times."""
+    """Run one rank of the job, with variants in turns; the root prints all times."""
     from worker import RANK, run
 
     if torch:
@@ -71,7 +71,7 @@ def rank(model: str, communicator: str, rounds: int, steps: int, torch: bool) ->
 
 
 def _over_ranks(loss: Any, torch: bool) -> float:
-    """The mean loss: under torch each rank has its own."""
+    """Return the mean loss; under torch each rank has its own."""
     if torch:
         import torch.distributed as dist
 
@@ -83,7 +83,7 @@ def _over_ranks(loss: Any, torch: bool) -> float:
 def measure(
     models: list[str], communicator: str, rate: str, rounds: int, steps: int, torch: str | None
 ) -> dict[str, Any]:
-    """Each model, in jobs across the hosts."""
+    """Measure each model, in jobs across the hosts."""
     from harness import jobs
     from namespaces import Hosts
 
@@ -110,7 +110,7 @@ def measure(
                             *(["--torch", python] if python == torch else []),
                         ]
                         command += ["--communicator", communicator, "--rounds", str(turns), "--steps", str(steps)]
-                        own = {"XLA_FLAGS": None}  # the tests' are for compiling quickly
+                        own = {"XLA_FLAGS": None}  # the tests' flags are for fast compilation
                         result = hosts.run("node1", command, own, timeout=900)
                         report_ = re.search(r"REPORT (.*)$", result.stdout, re.MULTILINE)
                         assert report_, result.output
@@ -130,7 +130,7 @@ def measure(
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The tables."""
+    """Return the tables."""
     models = results["models"]
     for model, found in models.items():
         first = found["losses"]["level 0"]

@@ -17,11 +17,11 @@ from jax import lax
 
 
 def loss_of(model: models.Model, activations: Callable[[Any], Any] = lambda x: x) -> Callable[[Any, Any], jax.Array]:
-    """``(params, (inputs, targets)) -> mean loss``.
+    """Return ``(params, (inputs, targets)) -> mean loss``.
 
     Args:
-      model: which.
-      activations: what becomes of a GPT's, before each layer and behind the last.
+      model: the model.
+      activations: applied to a GPT's activations before each layer and after the last.
     """
     match model:
         case models.Mlp():
@@ -40,18 +40,18 @@ def loss_of(model: models.Model, activations: Callable[[Any], Any] = lambda x: x
 
 
 def mlp(params: Any, x: jax.Array) -> jax.Array:
-    """Logits."""
+    """Return logits."""
     for layer in params[:-1]:
         x = jax.nn.gelu(x @ layer["w"] + layer["b"])
     return x @ params[-1]["w"] + params[-1]["b"]
 
 
 def lenet(params: Any, x_BxYxXxC: jax.Array, convolution: Callable[[Any, Any], jax.Array]) -> jax.Array:
-    """Logits."""
+    """Return logits."""
     x_CxYxXxB = jnp.pad(x_BxYxXxC.transpose(3, 1, 2, 0), ((0, 0), (2, 2), (2, 2), (0, 0)))
     for layer in params[:2]:
         x_CxYxXxB = jax.nn.relu(convolution(x_CxYxXxB, layer["w"]) + layer["b"][:, None, None, None])
-        # Not reduce_window, whose gradient is slow on CPUs.
+        # Not reduce_window, since its gradient is slow on CPUs.
         C, Y, X, B = x_CxYxXxB.shape
         pairs = x_CxYxXxB.reshape(C, Y // 2, 2, X // 2, 2, B)
         pairs = jnp.maximum(pairs[:, :, 0], pairs[:, :, 1])
@@ -63,12 +63,12 @@ def lenet(params: Any, x_BxYxXxC: jax.Array, convolution: Callable[[Any, Any], j
 
 
 def of_xla(x_CxYxXxB: jax.Array, w: jax.Array) -> jax.Array:
-    """A convolution without padding."""
+    """Convolve without padding."""
     return lax.conv_general_dilated(x_CxYxXxB, w, (1, 1), "VALID", dimension_numbers=("CHWN", "HWIO", "CHWN"))
 
 
 def of_patches(x_CxYxXxB: jax.Array, w: jax.Array) -> jax.Array:
-    """The same as one matrix product."""
+    """Do the same as one matrix product."""
     height, width, _, out = w.shape
     Y, X = x_CxYxXxB.shape[1] - height + 1, x_CxYxXxB.shape[2] - width + 1
     patches = [x_CxYxXxB[:, i : i + Y, j : j + X] for i in range(height) for j in range(width)]
@@ -77,11 +77,11 @@ def of_patches(x_CxYxXxB: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def gpt(params: Any, tokens_BxT: jax.Array, heads: int, activations: Callable[[Any], Any]) -> jax.Array:
-    """Logits. The layers one by one: a scan over them copies each one's weights and gradients."""
+    """Return logits. Layers run one by one: a scan would copy their weights and gradients."""
     x_BxTxD = activations(params["embed"][tokens_BxT] + params["place"])
     B, T, D = x_BxTxD.shape
     for p in params["layers"]:
-        # As a matrix, or as (D, 3, H, K), which a model axis can cut by heads.
+        # A matrix, or (D, 3, H, K), which a model axis can cut by heads.
         qkv = jnp.tensordot(norm(x_BxTxD, p["norm1"]), p["qkv"], 1).reshape(B, T, 3, heads, D // heads)
         mixed_BxTxHxK = jax.nn.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True)
         x_BxTxD += mixed_BxTxHxK.reshape(B, T, D) @ p["out"]

@@ -1,4 +1,4 @@
-"""Train steps in JAX as `worker.py` runs them: under jaxdist, by hand, and what bounds them.
+"""Train steps in JAX for `worker.py`: under jaxdist, hand-written, and lower bounds.
 
 | name | what |
 |---|---|
@@ -9,7 +9,7 @@
 | `jaxdist COMMUNICATOR AXIS` | `jaxdist.parallel`, all ranks on one axis: sequence, or model with Megatron's layouts |
 | `constraints LEVEL`, … `AXIS` | `jit` over global arrays with sharding constraints: level 0, 1 or 3, or an axis |
 | `jit` | `jax.jit`, on one rank |
-| `raw allreduce` | mpi4py's of the gradients' bytes, from one NumPy buffer to another |
+| `raw allreduce` | mpi4py's, on the bytes of the gradients, between two NumPy buffers |
 | … `x2` | on one rank: with the batches of two |
 """
 
@@ -39,11 +39,11 @@ from jaxdist.observe.profile import read
 tx = optax.adam(models.LEARNING_RATE)
 
 MEGATRON = {"'qkv'": 2, "'out'": 0, "'up'": 1, "'down'": 0}
-"""The dimension of a layer's weight that a model axis cuts; the others are whole."""
+"""The dimension of each layer weight that a model axis cuts; all others stay whole."""
 
 
 class Steps:
-    """What one rank can do with one model.
+    """The steps of one rank for one model.
 
     Args:
       model: its name.
@@ -58,7 +58,7 @@ class Steps:
             self.params = by_heads(self.params, self.model.heads)
 
     def __call__(self, name: str) -> Variant:
-        """The variant of this name."""
+        """Return the variant with this name."""
         words = name.split()
         twice = words[-1] == "x2"
         batch = models.batches(self.model, models.ranks_of(self.model, [0, 1] if twice else [self.ctx.rank]))
@@ -82,7 +82,7 @@ class Steps:
         raise ValueError(f"no variant {name!r}")
 
     def profile(self, variant: Variant, steps: int) -> dict[str, float]:
-        """The share of the time that is spent in collectives, by a trace."""
+        """Return the share of time spent in collectives, from a trace."""
         with tempfile.TemporaryDirectory() as folder:
             with jaxdist.profile(folder):
                 start = time.perf_counter()
@@ -95,13 +95,13 @@ class Steps:
             return {"collectives": sum(sum(map(sum, durations)) for durations in each.values()) / seconds}
 
     def plain(self, params: Any, opt_state: Any, batch: Any) -> Any:
-        """The step for one device."""
+        """Run the step for one device."""
         return self._step(params, opt_state, batch, lambda x: x)
 
     def _step(
         self, params: Any, opt_state: Any, batch: Any, reduce: Callable[[Any], Any], tx: Any = tx, loss: Any = None
     ) -> Any:
-        """A step by hand; `reduce` takes (loss, gradients)."""
+        """Build a step by hand; `reduce` takes (loss, gradients)."""
         value, grads = reduce(jax.value_and_grad(loss or self.loss)(params, batch))
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
@@ -133,7 +133,7 @@ class Steps:
             return step
 
         def call(*args: Any) -> Any:
-            self.ctx.communicator = communicator  # read when it is built
+            self.ctx.communicator = communicator  # read when the step is built
             return step(*args)
 
         return call
@@ -206,7 +206,7 @@ class Steps:
         state = jax.tree.map(_place, state, (params_at, opt_state_at))
         return _stepping(step, state, jax.tree.map(_place, batch, batch_at))
 
-    # --- the limits
+    # --- lower bounds
 
     def _raw(self) -> Variant:
         from mpi4py import MPI
@@ -215,7 +215,7 @@ class Steps:
         out = np.empty_like(mine)
         return Variant(lambda: MPI.COMM_WORLD.Allreduce(mine, out))
 
-    # --- placing, and stepping
+    # --- placing and stepping
 
     def _globally(self, tree: Any, spec: P) -> Any:
         sharding = NamedSharding(self.ctx.mesh, spec)
@@ -252,7 +252,7 @@ def _each_or_flat(how: list[str], reduce: Callable[[Any], Any]) -> Callable[[Any
 
 
 def by_heads(params: Any, heads: int) -> Any:
-    """The GPT's weights of queries, keys and values as (width, 3, heads, width of a head)."""
+    """Return the GPT's query, key and value weights as (width, 3, heads, head width)."""
     cut = lambda layer: layer | {"qkv": layer["qkv"].reshape(len(layer["qkv"]), 3, heads, -1)}
     return params | {"layers": [cut(layer) for layer in params["layers"]]}
 

@@ -1,6 +1,6 @@
-"""What goes wrong on one rank: the faults of `faults.py`, and what each should lead to.
+"""Faults of one rank for `faults.py`, with the expected outcome of each.
 
-Nothing but the standard library is imported here: some faults come before JAX.
+Only the standard library is imported here, since some faults occur before JAX is imported.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 When = Literal["start", "imported", "joined", "trace", "data", "loop", "calls", "end"]
 Expected = Literal["fails", "goes on", "named"]
 
-AT = 5  # the turn in which a fault of the loop comes: its steps are known by then
+AT = 5  # the turn in which a fault of the loop occurs: its steps are known by then
 BOOM = "boom on purpose"
-UNDISTURBED = "worker_or_other_is_killed"  # no fault by itself
+UNDISTURBED = "worker_or_other_is_killed"  # it has no fault of its own
 
 
 class Fault(NamedTuple):
-    """Something that goes wrong.
+    """A fault.
 
     Attributes:
-      when: at the script's start, after its imports, after `init`, while a step is traced, in the data, in one turn of
-        the loop (all of these on the culprit alone), in the calls of each turn, or after the loop (on every rank).
-      do: makes it happen.
-      expects: the job fails and names the culprit; it goes on to its end; or the culprit is named, whether or not the
-        job ends by that.
-      code: the culprit's own exit code, where it is known. It is the job's too, unless it is 0.
-      culprit: its rank, where that is not free.
-      stays: the culprit can't end by itself: a launcher has to see to it, and by hand it is left there.
-      outside: the signal that the launcher gets, and no rank is to blame.
+      when: at the start of the script, after its imports, after `init`, during tracing, in the data, in one turn
+      of the loop (all of these on the culprit only), in the calls of each turn, or after the loop (on every rank).
+      do: causes the fault.
+      expects: the job fails and names the culprit; it continues to its end; or the culprit is
+      named, whether or not the job ends.
+      code: the culprit's own exit code, if known. It is also the job's, unless it is 0.
+      culprit: its rank, if fixed.
+      stays: the culprit cannot exit: a launcher must end it; if started by hand, it stays.
+      outside: a signal for the launcher; no rank is to blame.
     """
 
     when: When
@@ -56,7 +56,7 @@ FAULTS: dict[str, Fault] = {}
 
 
 def fault(when: When, **declared: Any) -> Callable[[Callable[[Training], Any]], Callable[[Training], Any]]:
-    """Puts a function into `FAULTS`."""
+    """Return a decorator that adds a function to `FAULTS`."""
 
     def add(do: Callable[[Training], Any]) -> Callable[[Training], Any]:
         FAULTS[do.__name__] = Fault(when, do, **declared)
@@ -66,19 +66,19 @@ def fault(when: When, **declared: Any) -> Callable[[Callable[[Training], Any]], 
 
 
 def mark() -> None:
-    """Say that it goes wrong now; the last one counts."""
-    os.write(2, f"FAULT {time.time():.3f}\n".encode())  # one write: it stays one line
+    """Report that the fault occurs now; the last report counts."""
+    os.write(2, f"FAULT {time.time():.3f}\n".encode())  # one write, to stay on one line
 
 
 def boom(*_: Any, **__: Any) -> NoReturn:
-    """An error of the user's."""
+    """Raise a user's error."""
     mark()
     raise ValueError(BOOM)
 
 
 @fault("end", expects="goes on")
 def none(t: Training) -> None:
-    """Nothing goes wrong, and nothing may be said to."""
+    """Do nothing; nothing may be reported either."""
 
 
 # --- before and in jaxdist.init
@@ -105,7 +105,7 @@ def bad_variable(t: Training) -> None:
 
 
 def _in_init(act: Callable[[], Any]) -> None:
-    """In the middle of `init`: the ranks know each other, and JAX is about to start."""
+    """Act in the middle of `init`, when the ranks know each other and JAX is about to start."""
     import jax
 
     def initialize(*_: Any, **__: Any) -> None:
@@ -162,7 +162,7 @@ def data_worker_raises(t: Training) -> None:
 
 @fault("data", expects="goes on")
 def worker_or_other_is_killed(t: Training) -> None:
-    """From outside, by `faults.py --kills`: nothing goes wrong by itself."""
+    """Wait for `faults.py --kills` to act from outside."""
 
 
 @fault("calls", culprit=0)  # callbacks run on the root
@@ -171,7 +171,7 @@ def callback_raises(t: Training) -> None:
 
 
 def on_the_host(x: Any) -> Any:
-    """The callback that fails."""
+    """Fail in a callback."""
     global _called
     _called += 1
     return x if _called < AT else boom()
@@ -218,7 +218,7 @@ def raise_exit_3(t: Training) -> None:
 
 @fault("loop", code=3)
 def exit_3(t: Training) -> None:
-    exit(3)  # that of `site`, as people write it
+    exit(3)  # the usual `exit` from `site`
 
 
 @fault("loop", code=1)
@@ -255,7 +255,7 @@ def makes_fewer_steps(t: Training) -> None:
     t.stopped = True
 
 
-# --- signals and standstill
+# --- signals and hangs
 
 
 def _to_itself(number: signal.Signals) -> Callable[[Training], None]:
@@ -284,10 +284,10 @@ def spins(t: Training) -> None:
 
 @fault("loop", stays=True)
 def sleeps_with_lock(t: Training) -> None:
-    ctypes.PyDLL(None).sleep(10_000)  # Python's lock is kept
+    ctypes.PyDLL(None).sleep(10_000)  # keeps the GIL
 
 
-# --- calls that do not fit together
+# --- calls that do not match
 
 
 @fault("loop")
@@ -361,7 +361,7 @@ def late_rank(t: Training) -> None:
     late_root(t)
 
 
-@fault("end", culprit=0)  # who writes what is whole
+@fault("end", culprit=0)  # the rank that writes whole arrays
 def save_on_full_disk(t: Training) -> None:
     import jax
 
@@ -374,10 +374,10 @@ def save_on_full_disk(t: Training) -> None:
     jaxdist.save(t.options.scratch, {"w": big}, 1, wait=False)
 
 
-# Python prints what an atexit handler raises, and ends with 0.
+# Python prints an exception from an atexit handler, and exits with 0.
 @fault("start", expects="goes on")
 def last_atexit_raises(t: Training) -> None:
-    atexit.register(boom)  # runs after jaxdist's
+    atexit.register(boom)  # runs after jaxdist's handlers
 
 
 @fault("joined", expects="goes on")
@@ -408,11 +408,11 @@ def _hang() -> None:
     time.sleep(10_000)
 
 
-# --- from outside: the launcher
+# --- from outside: signals to the launcher
 
 
 def _nothing(t: Training) -> None:
-    """It comes from outside."""
+    """Wait for a signal from outside."""
 
 
 for _number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):

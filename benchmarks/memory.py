@@ -1,10 +1,10 @@
-"""Bytes that a device holds at each ZeRO level, counted on live arrays, beside the formulas of the ZeRO paper.
+"""Bytes that a device holds at each ZeRO level, counted on live arrays, and the ZeRO paper's formulas.
 
     python benchmarks/memory.py --json memory.json --markdown memory.md --png memory.png
 
 Adam on virtual CPU devices: float32, and bfloat16 parameters with a float32 copy. Between steps a device holds
-parameters and optimizer state; gradients live within a step only, in XLA's temporaries, with activations and messages.
-Formulas: Rajbhandari et al., arXiv 1910.02054, section 5 (for float32: 4 bytes where 16-bit training has 2, no copy).
+parameters and optimizer state. Gradients exist only in a step, in XLA's temporaries, with activations and messages.
+Formulas: Rajbhandari et al., arXiv 1910.02054, section 5 (for float32, with 4 bytes instead of 2, and no copy).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS = ("float32 Adam", "bfloat16 with a float32 copy")
 
 
 def formula(kind: str, level: int, n: int) -> tuple[float, float]:
-    """Bytes a parameter on one of n devices: of parameters and optimizer state, and of gradients."""
+    """Return bytes per parameter on one of n devices: parameters plus optimizer state; gradients."""
     parameters, gradients, optimizer = (4, 4, 8) if kind == KINDS[0] else (2, 2, 12)
     return (
         parameters / (n if level >= 3 else 1) + optimizer / (n if level >= 1 else 1),
@@ -31,8 +31,8 @@ def formula(kind: str, level: int, n: int) -> tuple[float, float]:
 
 
 def measure(model: str, kind: str, level: Any, n: int, temporaries: bool) -> dict[str, Any]:
-    """Bytes on the first of n devices: of the state after a step, and (if asked, for it compiles again) of XLA's
-    temporaries within one."""
+    """Return bytes on the first of n devices: of the state after a step and, on request (it
+    compiles again), of XLA's temporaries within one."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -67,11 +67,11 @@ def measure(model: str, kind: str, level: Any, n: int, temporaries: bool) -> dic
 
 
 def _array(x: Any) -> Any:
-    return getattr(x, "array", x)  # of a `Padded`
+    return getattr(x, "array", x)  # unwraps a `Padded`
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """A table for each kind."""
+    """Return one table per kind."""
     count, devices = results["parameters"], results["devices"]
     intro = (
         f"{results['model']}, {count / 1e6:.3g}M parameters. Bytes a parameter on a device between steps, counted on "
@@ -97,12 +97,12 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, Any], figure: Any) -> None:
-    """Dots for what was counted, lines for the formulas."""
+    """Plot dots for counted bytes, and lines for the formulas."""
     figure.suptitle(f"Memory of a device between steps, {results['model']}, Adam (dots: counted, lines: formula)")
     figure.set_size_inches(11, 4.5)
     devices = results["devices"]
     for panel, kind in zip(figure.subplots(1, 2, sharey=True), KINDS, strict=True):
-        for level, title in {0: "level 0", 1: "levels 1 and 2", 3: "level 3"}.items():  # 2 keeps what 1 does
+        for level, title in {0: "level 0", 1: "levels 1 and 2", 3: "level 3"}.items():  # 2 keeps the same as 1
             mine = [r for r in results["rows"] if r["kind"] == kind and r["level"] == level]
             panel.plot(devices, [formula(kind, level, n)[0] for n in devices], color=f"C{level}")
             counted = [r["state"] / results["parameters"] for r in mine]

@@ -1,4 +1,4 @@
-"""The models of the benchmarks as plain NumPy: weights, and each rank's batch, from one seed for every framework."""
+"""The models of the benchmarks in plain NumPy: weights and each rank's batch, from one seed for all frameworks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Mlp(NamedTuple):
 
 
 class LeNet(NamedTuple):
-    """That of examples/mnist.py, on images of 28 x 28 x 1.
+    """The LeNet of examples/mnist.py, on images of 28 x 28 x 1.
 
     Attributes:
-      patches: in JAX take convolutions as products with a matrix of patches, the batch its last dimension: XLA's own
-        take two to three times as long on CPUs.
+      patches: in JAX, compute convolutions as products with a matrix of patches whose last
+      dimension is the batch; XLA's own take two to three times as long on CPUs.
     """
 
     rows: int = 64
@@ -51,32 +51,32 @@ TINY: dict[str, Model] = {
     "MLP-tiny": Mlp((12, 16, 10), rows=4),
     "GPT-tiny": Gpt(layers=2, width=32, heads=2, context=8, rows=2),
 }
-"""To see that a benchmark works."""
+"""For tests of the benchmarks."""
 
 ONE_EXAMPLE: dict[str, Model] = {
     "GPT-10M-1024": Gpt(layers=6, width=384, heads=6, context=1024, rows=1),
     "GPT-tiny-16": Gpt(layers=2, width=32, heads=2, context=16, rows=1),
 }
-"""Batches that no data parallelism divides; the second to see that the benchmark works."""
+"""Batches that no data parallelism divides; the second is for tests of the benchmark."""
 
 LEARNING_RATE = 1e-3
 VOCABULARY = 256
 
 
 def find(name: str) -> Model:
-    """The model of this name."""
+    """Return the model with this name."""
     return (MODELS | TINY | ONE_EXAMPLE)[name]
 
 
 def init(model: Model) -> Any:
-    """Its weights: a list of layers ``{"w", "b"}``, or the GPT's dict."""
+    """Return its weights: a list of layers ``{"w", "b"}``, or the GPT's dict."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int, scale: float) -> np.ndarray:
         return (rng.normal(size=shape) * scale).astype(np.float32)
 
     def affine(*shape: int) -> dict[str, np.ndarray]:
-        # Such that after 100 layers there still is a signal, and a gradient that is no denormal number.
+        # Scaled so that 100 layers keep a signal, and gradients are not denormal.
         return {"w": normal(*shape, scale=(2 / np.prod(shape[:-1])) ** 0.5), "b": normal(shape[-1], scale=0.4)}
 
     match model:
@@ -100,7 +100,7 @@ def init(model: Model) -> Any:
 
 
 def batch(model: Model, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """What rank `rank` trains on: inputs and targets."""
+    """Return the inputs and targets of a rank."""
     rng = np.random.default_rng(1 + rank)
     if isinstance(model, Gpt):
         text = rng.integers(0, VOCABULARY, (model.rows, model.context + 1)).astype(np.int32)
@@ -110,23 +110,23 @@ def batch(model: Model, rank: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def batches(model: Model, ranks: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The batches of several ranks as one."""
+    """Join the batches of several ranks."""
     inputs, targets = zip(*(batch(model, rank) for rank in ranks), strict=True)
     return np.concatenate(inputs), np.concatenate(targets)
 
 
 def ranks_of(model: Model, ranks: list[int]) -> list[int]:
-    """Those whose batches these ranks train on: all on the first one's where it can't be divided."""
+    """Return the ranks whose batches these ranks use: the first one's if it cannot be divided."""
     return [0] if model in ONE_EXAMPLE.values() else ranks
 
 
 def leaves(tree: Any) -> list[np.ndarray]:
-    """The arrays of a tree of dicts and lists."""
+    """Return the arrays of a tree of dicts and lists."""
     if isinstance(tree, np.ndarray):
         return [tree]
     return [x for child in (tree.values() if isinstance(tree, dict) else tree) for x in leaves(child)]
 
 
 def parameters(model: Model) -> int:
-    """How many there are."""
+    """Return the number of parameters."""
     return sum(x.size for x in leaves(init(model)))

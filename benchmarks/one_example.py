@@ -1,10 +1,10 @@
-"""Step time of one example of 1024 tokens, which data parallelism can't divide: two ranks, a core each.
+"""Step time on two ranks of a single 1024-token example, which data parallelism cannot divide.
 
     python benchmarks/one_example.py --torch PYTHON --json one_example.json --markdown one_example.md
 
-A GPT of 10M parameters. Its sequence or its layers are divided by `jaxdist.parallel`, by `jit` with sharding
-constraints over gloo, and by torch's `parallelize_module` (gloo), the layers as Megatron does: heads and columns, then
-rows. One rank alone is what they are to be faster than.
+A GPT of 10M parameters, one core per rank. `jaxdist.parallel`, `jit` with sharding constraints over gloo, and torch's
+`parallelize_module` (gloo) divide its sequence or its layers, the layers like Megatron: heads and
+columns, then rows. They should be faster than one rank alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VARIANTS: dict[str, tuple[str, str]] = {
 
 
 def _comparisons() -> list[Comparison]:
-    """Each of jaxdist's variants beside one rank, and what divides the same in another way."""
+    """Compare jaxdist's variants with one rank, and with alternatives that divide equally."""
     found = [Comparison("1 rank: jit", ("1 rank: torch",)), Comparison("torch parallelize_module", ("1 rank: torch",))]
     for axis in AXES:
         found.append(Comparison(f"constraints {axis}", ("1 rank: jit",)))
@@ -40,7 +40,7 @@ def _comparisons() -> list[Comparison]:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The tables."""
+    """Return the tables."""
     model, found = results["model"], results["found"]
     ms = found["ms"]
     ratios = [[c.title, report.ratio(ms, c.one, c.other)] for c in _comparisons() if report.ratio(ms, c.one, c.other)]
@@ -60,7 +60,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, Any], figure: Any) -> None:
-    """Bars of step times."""
+    """Plot bars of step times."""
     figure.suptitle(f"Time of a step with one example on two ranks, {report.processor(results)} (shorter is better)")
     figure.set_size_inches(11, 4.5)
     found = {x.replace("mpi", "MPI").replace("xla", "gloo"): each for x, each in results["found"]["ms"].items()}

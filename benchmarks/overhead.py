@@ -1,10 +1,10 @@
-"""What jaxdist costs the host: a call by number of state leaves, and trace and compile time by depth of the model.
+"""The host's overhead: time of a call by number of state leaves, and trace and compile time by model depth.
 
     python benchmarks/overhead.py --json overhead.json --markdown overhead.md --png overhead.png
 
-One process, pinned to a core. The timed step does next to nothing, so that the time of a call is the host's; a
-decorated step and a plain `jax.jit` one take turns. Trace and compile time is that of an MLP's train step on virtual
-devices.
+One process, pinned to a core. The timed step does almost nothing, so the time of a call is the
+host's; a decorated step and one with plain `jax.jit` take turns. Trace and compile times are for an
+MLP's train step on virtual devices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEPTHS = (10, 30, 100)
 
 
 def touch(state: Any, batch: Any) -> Any:
-    """A new value of each leaf, so that none is passed through."""
+    """Return a new value for each leaf, so that none is passed through."""
     import jax
     import jax.numpy as jnp
 
@@ -31,7 +31,7 @@ def touch(state: Any, batch: Any) -> Any:
 
 
 def calls(leaves: int, rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Microseconds a call in each round, with so many leaves of state on one device."""
+    """Return microseconds per call in each round, with this many leaves of state on one device."""
     import jax
     import numpy as np
     from jax.sharding import Mesh
@@ -73,7 +73,7 @@ def calls(leaves: int, rounds: int, seconds: float) -> dict[str, list[float]]:
 
 
 def compilations(depth: int, rounds: int) -> dict[str, list[list[float]]]:
-    """Seconds to trace and to compile the train step of an MLP, anew in each round."""
+    """Return seconds to trace and compile the train step of an MLP, anew in each round."""
     import jax
     import optax
     from jax_models import loss_of
@@ -110,7 +110,7 @@ def compilations(depth: int, rounds: int) -> dict[str, list[list[float]]]:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """A table of calls and one of compilations."""
+    """Return a table of calls and one of compilations."""
     rows = []
     for leaves, times in results["calls"].items():
         medians = [report.number(report.spread(times[name]).median) for name in times]
@@ -137,7 +137,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, Any], figure: Any) -> None:
-    """Calls by leaves; trace and compile time by depth."""
+    """Plot calls by leaves, and trace and compile time by depth."""
     figure.suptitle(f"What the host pays, {report.processor(results)} (lower is better)")
     left, right = figure.subplots(1, 2)
     leaves = [int(n) for n in results["calls"]]

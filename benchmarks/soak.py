@@ -1,19 +1,19 @@
-"""Load: are large collectives exact, again and again, and does a job that goes on for long stay flat?
+"""Load tests: are large collectives always exact, and does memory stay flat in a long job?
 
     jaxdist run -n 3 --communicator mpi benchmarks/soak.py load --times 200 --mib 64 --json load.json
     jaxdist run -n 3 --communicator xla benchmarks/soak.py train --minutes 30 --json soak.json
     jaxdist run -n 32 benchmarks/soak.py train --cycles 1
 
-*load* makes so many all-reduces and as many reduce-scatters, of other numbers each time, and compares every element.
-*train* goes through cycles of training steps and eager collectives, and now and then a save in the background, which
-is read again and compared bit by bit: in each of the first cycles, and then not in every one (tensorstore 0.1.86 loses
-some 10 KiB an array and save in `Spec.to_json`). After each cycle it notes what each rank has allocated with malloc,
-how many objects of Python it has, its descriptors and threads. (Not its resident memory, which is told beside: the
-pools of malloc, one for each of tensorstore's threads, which come and go, grow by up to 70 MiB in the first hour while
-what they hold does not.) The first third is left out (caches fill); through the rest, in 20 blocks, a line is fitted.
-What it rises by in that time is **flat** if its 95% interval ends below the limit (1% of the memory, and of the
-objects; one descriptor; one thread), **grows** if it begins above the limit, and else **not known**: run for longer.
-With --checkpoints a later run goes on where this one was. The exit code is 1 if anything was wrong or grows.
+*load* makes this many all-reduces and reduce-scatters, with new numbers each time, and compares every
+element. *train* runs cycles of training steps and eager collectives, with occasional saves in the
+background that are read again and compared bit by bit: in each of the first cycles, later in some
+(tensorstore 0.1.86 loses some 10 KiB per array and save in `Spec.to_json`). After each cycle it records
+each rank's allocated memory (malloc), Python objects, descriptors and threads. (Resident memory is listed
+separately: malloc's pools, one per tensorstore thread, grow by up to 70 MiB in the first hour, although
+their contents do not.) The first third is ignored, since caches fill; a line is fitted through 20 blocks of
+the rest. The growth is **flat** if its 95% interval ends below the limit (1% of memory and objects; one
+descriptor; one thread), **grows** if the interval begins above it, and otherwise **not known**: run for
+longer. With --checkpoints a later run continues this one. The exit code is 1 if anything is wrong or grows.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from typing import Any, NamedTuple
 import report
 
 BLOCKS = 20
-STUDENT = 2.101  # of 95% and BLOCKS - 2 degrees of freedom
+STUDENT = 2.101  # for 95% and BLOCKS - 2 degrees of freedom
 WATCHED = ("allocated, MiB", "objects of Python, thousands", "descriptors", "threads")
 
 
 class Trend(NamedTuple):
-    """A line through what was measured.
+    """A line through measurements.
 
     Attributes:
-      level: at the first third's end.
-      growth: from there to the end.
+      level: value at the end of the first third.
+      growth: change from there to the end.
       error: half of the growth's 95% interval.
-      hours: in which it grew so.
-      limit: a growth that is none.
+      hours: duration of the growth.
+      limit: growth that counts as none.
     """
 
     level: float
@@ -59,22 +59,22 @@ class Trend(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """ "flat", "grows" or "not known"."""
+        """Return "flat", "grows" or "not known"."""
         if self.growth + self.error < self.limit:
             return "flat"
         return "grows" if self.growth - self.error > self.limit else "not known"
 
 
 def trend(seconds: Sequence[float], values: Sequence[float], limit: float) -> Trend | None:
-    """Fit it, by least squares through the means of blocks: neighbouring samples depend on each other.
+    """Fit a line by least squares through means of blocks, since neighboring samples are correlated.
 
     Args:
-      seconds: when each was measured.
-      values: as many.
+      seconds: the time of each measurement.
+      values: the measurements.
       limit: see `Trend`.
 
     Returns:
-      The line; None if there are fewer than two samples a block.
+      The line, or None if there are fewer than two samples per block.
     """
     first = len(values) // 3
     seconds, values = seconds[first:], values[first:]
@@ -90,12 +90,12 @@ def trend(seconds: Sequence[float], values: Sequence[float], limit: float) -> Tr
 
 
 def limit_of(watched: str, values: Sequence[float]) -> float:
-    """A growth that is none."""
+    """Return the growth that counts as none."""
     return 0.01 * statistics.median(values) if watched.startswith(("allocated", "objects")) else 1.0
 
 
 class _Malloc(ctypes.Structure):
-    """glibc's `struct mallinfo2`: sizes of all its pools together, in bytes."""
+    """glibc's `struct mallinfo2`: total sizes of all pools, in bytes."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -115,8 +115,8 @@ class _Malloc(ctypes.Structure):
 
 
 def sample() -> list[float]:
-    """Of this process: what `WATCHED` says, and its resident memory in MiB."""
-    gc.collect()  # what is garbage already is no leak
+    """Return this process's values of `WATCHED`, and its resident memory in MiB."""
+    gc.collect()  # garbage is not a leak
     of = ctypes.CDLL(None).mallinfo2
     of.restype = _Malloc
     found = of()
@@ -130,7 +130,7 @@ def sample() -> list[float]:
 
 
 def load(args: argparse.Namespace) -> dict[str, Any]:
-    """Large eager collectives, every element compared."""
+    """Run large eager collectives, and compare every element."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -162,7 +162,7 @@ def load(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Cycles of steps, eager collectives and saves, until the time is over."""
+    """Run cycles of steps, eager collectives and saves, until time is up."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -214,7 +214,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
     loss: Any = None
     wrong, cycle, saves, elapsed, due, start = 0, 0, 0, 0.0, 0.0, time.monotonic()
-    samples = array.array("f")  # hardly grows itself
+    samples = array.array("f")  # an array that hardly grows itself
     with _folder(args.checkpoints if ctx.is_root else None) as made:
         folder = ctx.broadcast(str(made))
         before = jaxdist.latest_step(folder) or 0
@@ -268,7 +268,7 @@ def _folder(given: Path | None) -> Iterator[Path]:
 
 
 def trends(found: dict[str, Any]) -> list[tuple[int, str, Trend | None]]:
-    """Of each rank and each thing that is watched."""
+    """Return trends for each rank and watched value."""
     return [
         (rank, name, trend([s[0] for s in samples], values, limit_of(name, values)))
         for rank, samples in enumerate(found["samples"])
@@ -278,7 +278,7 @@ def trends(found: dict[str, Any]) -> list[tuple[int, str, Trend | None]]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """Of `load` or of `train`."""
+    """Return the tables of `load` or `train`."""
     if "samples" not in found:
         each = ", ".join(f"{op} {report.number(ms)} ms" for op, ms in found["ms"].items())
         return (
@@ -304,7 +304,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """One rank; the root says what was found."""
+    """Run one rank; the root reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="what", required=True)
     one = commands.add_parser("load", help="large collectives")

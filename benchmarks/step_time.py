@@ -1,10 +1,10 @@
-"""Step time of jaxdist beside torch and beside JAX by hand: two ranks, a core each, the same weights and batches.
+"""Step time of jaxdist, torch, and hand-written JAX: two ranks, one core each, equal weights and batches.
 
     python benchmarks/step_time.py --torch PYTHON --json step_time.json --markdown step_time.md --png step_time.png
 
-"jaxdist mpi 3" is jaxdist over MPI at ZeRO level 3; xla is gloo. In JAX by hand, "per leaf" sends each gradient, "flat"
-all in one buffer, and "constraints" is `jax.jit` with sharding constraints over gloo. "1 rank x2" has the batch of both
-ranks. The losses of the first three steps must agree between all variants, or it fails.
+"jaxdist mpi 3" is jaxdist over MPI at ZeRO level 3; xla is gloo. In hand-written JAX, "per leaf" sends each
+gradient, "flat" sends all in one buffer, and "constraints" is `jax.jit` with sharding constraints over gloo. "1
+rank x2" has the batch of both ranks. It fails unless all variants agree in the losses of the first three steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import report
 from rounds import Built, Job, build, take_turns
 
 TOLERANCE = 2e-3
-"""Relative, of the losses: float32 summed in another order, and Adam divides by what may be near to nothing."""
+"""Relative tolerance of losses: float32 sums differ in order, and Adam divides by values near zero."""
 
 JOBS = {"jax 2": ("jax_steps:Steps", 2), "jax 1": ("jax_steps:Steps", 1),
         "torch 2": ("torch_steps:Steps", 2), "torch 1": ("torch_steps:Steps", 1)}  # fmt: skip
@@ -41,15 +41,15 @@ VARIANTS: dict[str, tuple[str, str]] = {
     "1 rank x2: jit": ("jax 1", "jit x2"),
     "1 rank x2: torch": ("torch 1", "plain x2"),
 }
-"""Label -> job, and name there. "1 rank" takes the batch of one rank, "1 rank x2" that of both."""
+"""Label -> job, and name there. "1 rank" uses one rank's batch, "1 rank x2" both ranks' batches."""
 
 
 class Comparison(NamedTuple):
     """A ratio of step times.
 
     Attributes:
-      one: a variant.
-      other: variants whose times are added up.
+      one: a variant's label.
+      other: labels of variants whose times are added up.
     """
 
     one: str
@@ -57,7 +57,7 @@ class Comparison(NamedTuple):
 
     @property
     def title(self) -> str:
-        """As a row is called."""
+        """Return the label of a row."""
         return f"{self.one} / {self.other[0]}" if len(self.other) == 1 else f"{self.one} / ({' + '.join(self.other)})"
 
 
@@ -86,12 +86,12 @@ SHOWN = {
     "jaxdist mpi 0": "jaxdist, MPI", "jaxdist xla 0": "jaxdist, gloo", "gloo flat": "JAX by hand, gloo",
     "torch DDP": "torch DDP, gloo", "1 rank: jit": "JAX, one rank alone", "1 rank: torch": "torch, one rank alone",
 }  # fmt: skip
-"""In the picture. All have as many examples a rank."""
+"""Models in the picture. All have equally many examples per rank."""
 FIRST_CALLS = ("jaxdist mpi 0", "jaxdist mpi 3", "gloo flat", "torch DDP", "1 rank: jit")
 
 
 def faster_peers(found: dict[str, Any]) -> list[str]:
-    """Each comparison with something else than jaxdist whose median is above 1 for a model, in words."""
+    """List comparisons with other systems whose median is above 1 for some model, in words."""
     lines = []
     for c in COMPARISONS:
         ratios = {name: report.ratio(m["ms"], c.one, c.other) for name, m in found.items()}
@@ -102,15 +102,15 @@ def faster_peers(found: dict[str, Any]) -> list[str]:
 
 
 def check_losses(losses: dict[str, list[float]], tolerance: float = TOLERANCE, apart: str = "1 rank:") -> float:
-    """The largest relative difference between variants that train on the same examples.
+    """Return the largest relative difference between variants that train on the same examples.
 
     Args:
-      losses: of each variant's first steps.
-      tolerance: relative.
-      apart: what the labels begin with of variants that train on examples of their own.
+      losses: losses of each variant's first steps.
+      tolerance: relative tolerance.
+      apart: prefix of labels of variants that train on different examples.
 
     Raises:
-      SystemExit: it is larger than `tolerance`, or a loss is no number.
+      SystemExit: the difference is larger than `tolerance`, or a loss is NaN.
     """
     worst = 0.0
     references: dict[bool, str] = {}
@@ -127,15 +127,15 @@ def check_losses(losses: dict[str, list[float]], tolerance: float = TOLERANCE, a
 def chosen(
     variants: dict[str, tuple[str, str]], patterns: Sequence[str], torch: str | None
 ) -> dict[str, tuple[str, str]]:
-    """The variants that a command asks for.
+    """Return the variants that a command selects.
 
     Args:
       variants: label -> job, and name there.
-      patterns: of labels.
-      torch: an interpreter; None: torch's variants are left out.
+      patterns: patterns for labels.
+      torch: an interpreter, or None to leave out torch's variants.
 
     Raises:
-      SystemExit: there are none.
+      SystemExit: none is selected.
     """
     found = {
         label: how
@@ -156,16 +156,16 @@ def measure(
     tolerance: float = TOLERANCE,
     apart: str = "1 rank:",
 ) -> dict[str, Any]:
-    """All variants with one model.
+    """Measure all variants with one model.
 
     Args:
       model: its name.
       variants: label -> job, and name there.
-      rounds: how many.
-      seconds: of one variant in one round.
+      rounds: the number of rounds.
+      seconds: time per variant and round.
       torch: an interpreter.
-      tolerance: of the losses.
-      apart: as of `check_losses`.
+      tolerance: tolerance of the losses.
+      apart: see `check_losses`.
     """
     with contextlib.ExitStack() as stack:
         jobs: dict[str, Job] = {}
@@ -189,17 +189,17 @@ def measure(
 
 
 def shorter(results: dict[str, Any]) -> str:
-    """Of another processor than the first: the ratios to torch, and all in which the other one is faster."""
+    """Return the page for a second processor: ratios to torch, and all cases in which a peer is faster."""
     return markdown(results, "Ratios", "torch")
 
 
 def markdown(results: dict[str, Any], only: str = "", beside: str = "") -> str:
-    """The tables.
+    """Return the tables.
 
     Args:
-      results: what was measured.
-      only: what the titles of the wanted ones begin with.
-      beside: what is in the names of the variants to which the wanted ratios are.
+      results: the results.
+      only: prefix of the wanted titles.
+      beside: part of the names of variants in the denominators of the wanted ratios.
     """
     found = results["models"]
     labels = [label for label in VARIANTS if any(label in m["ms"] for m in found.values())]
@@ -252,7 +252,7 @@ def markdown(results: dict[str, Any], only: str = "", beside: str = "") -> str:
 
 
 def draw(results: dict[str, Any], figure: Any) -> None:
-    """Bars of step times, a panel for each model."""
+    """Plot bars of step times, one panel per model."""
     figure.suptitle(f"Time of a step on two ranks, {report.processor(results)} (shorter is better)")
     found = results["models"]
     panels = figure.subplots(-(-len(found) // 2), min(2, len(found)), squeeze=False).flat
@@ -266,7 +266,7 @@ def draw(results: dict[str, Any], figure: Any) -> None:
 
 
 def draw_scaling(results: dict[str, Any], figure: Any) -> None:
-    """How much faster two ranks are: bars for each model, beside the best that there can be."""
+    """Plot the speedup of two ranks: bars per model, with the ideal."""
     figure.suptitle(f"Scaling from one rank to two, {report.processor(results)} (higher is better)")
     found = results["models"]
     titles = {"1 rank: ": "the same batch for each rank", "1 rank x2: ": "the same batch for both together"}

@@ -1,4 +1,4 @@
-"""docs/performance.md: the main results on two screens. The rest is in benchmarks/results/tables.md."""
+"""docs/performance.md: the main results on two screens. benchmarks/results/tables.md has the rest."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PEERS = [
     ("ZeroRedundancyOptimizer", "jaxdist mpi 1", "torch ZeRO"), ("FSDP2", "jaxdist mpi 3", "torch FSDP2"),
     ("one rank alone", "1 rank: jaxdist", "1 rank: torch"),
 ]  # fmt: skip
-"""What is compared with torch, and the two variants."""
+"""Comparisons with torch, and their two variants."""
 
 
 def page(found: dict[str, list[dict[str, Any]]]) -> str:
-    """The Markdown.
+    """Return the Markdown page.
 
     Args:
-      found: what each benchmark measured, on one processor after the other.
+      found: each benchmark's results, one item per processor.
     """
     sections = [START]
     for name, section in (("step_time", _steps), ("where", _parts), ("memory", _memory), ("step_time", _scaling)):

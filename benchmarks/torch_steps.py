@@ -1,4 +1,4 @@
-"""The models and train steps in torch (gloo), with the weights and batches of `models.py`; as `worker.py` runs them.
+"""The models and train steps in torch (gloo) for `worker.py`, with the weights and batches of `models.py`.
 
 | name | what |
 |---|---|
@@ -7,7 +7,7 @@
 | `FSDP2` | `fully_shard` of each layer and of the whole |
 | `HSDP` | the same within each half of the ranks, replicated across |
 | `parallelize_module` | a GPT cut as Megatron does: `ColwiseParallel` and `RowwiseParallel` |
-| `plain`, `plain x2` | one rank, with its batch or those of two |
+| `plain`, `plain x2` | one rank, with its batch or the batches of both |
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _linear(layer: dict[str, Any]) -> nn.Linear:
 
 
 def mlp(params: list[Any]) -> nn.Module:
-    """A multi-layer perceptron."""
+    """Return a multi-layer perceptron."""
     layers: list[nn.Module] = []
     for layer in params:
         layers += [_linear(layer), nn.GELU(approximate="tanh")]
@@ -54,7 +54,7 @@ def mlp(params: list[Any]) -> nn.Module:
 
 
 def lenet(params: list[Any]) -> nn.Module:
-    """On images with their channels first."""
+    """Return a LeNet for images with channels first."""
 
     def convolution(layer: dict[str, Any], padding: int) -> nn.Conv2d:
         height, width, fan_in, fan_out = layer["w"].shape
@@ -73,14 +73,14 @@ def lenet(params: list[Any]) -> nn.Module:
 
 
 def _without_bias(weight: Any) -> nn.Linear:
-    """Of a weight (in, out)."""
+    """Return a linear layer with a weight (in, out)."""
     module = nn.Linear(*weight.shape, bias=False)
     module.weight = _parameter(weight.T)
     return module
 
 
 class Attention(nn.Module):
-    """Of however many heads its weights are of."""
+    """Attention with as many heads as its weights have."""
 
     def __init__(self, params: dict[str, Any], heads: int):
         super().__init__()
@@ -89,7 +89,7 @@ class Attention(nn.Module):
         self.out = _without_bias(params["out"])
 
     def forward(self, x: Tensor) -> Tensor:
-        """What is added to `x`, which is normed."""
+        """Return the addition to the normed `x`."""
         heads = [m(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for m in (self.q, self.k, self.v)]
         return self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
 
@@ -102,12 +102,12 @@ class Dense(nn.Module):
         self.up, self.down = _without_bias(params["up"]), _without_bias(params["down"])
 
     def forward(self, x: Tensor) -> Tensor:
-        """What is added to `x`, which is normed."""
+        """Return the addition to the normed `x`."""
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
 class ParallelBlock(nn.Module):
-    """A `Block` whose weights are modules: what `parallelize_module` divides."""
+    """A `Block` with weights as modules, which `parallelize_module` divides."""
 
     def __init__(self, params: dict[str, Any], heads: int):
         super().__init__()
@@ -115,12 +115,12 @@ class ParallelBlock(nn.Module):
         self.attention, self.dense = Attention(params, heads), Dense(params)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attention, then the two dense layers."""
+        """Apply attention, then the two dense layers."""
         x = x + self.attention(F.rms_norm(x, x.shape[-1:], self.norm1, 1e-6))
         return x + self.dense(F.rms_norm(x, x.shape[-1:], self.norm2, 1e-6))
 
     def divide(self, mesh: Any) -> None:
-        """By heads, and by what is between the dense layers; the gradient of q's, k's and v's input is summed once."""
+        """Divide by heads, and by the hidden layer; sum the gradient of the input of q, k and v once."""
         whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
         columns, rows = ColwiseParallel(), RowwiseParallel()
         plan = {"attention": whole, "attention.q": columns, "attention.k": columns, "attention.v": columns,
@@ -139,7 +139,7 @@ class Block(nn.Module):
         self.up, self.down = _parameter(params["up"].T), _parameter(params["down"].T)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attention, then the two dense layers."""
+        """Apply attention, then the two dense layers."""
         b, t, d = x.shape
         qkv = F.linear(F.rms_norm(x, (d,), self.norm1, 1e-6), self.qkv).view(b, t, 3, self.heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -150,7 +150,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Byte-level, its embedding tied."""
+    """A byte-level GPT with a tied embedding."""
 
     def __init__(self, params: dict[str, Any], heads: int, block: Any = Block):
         super().__init__()
@@ -159,7 +159,7 @@ class GPT(nn.Module):
         self.norm = _parameter(params["norm"])
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits."""
+        """Return logits."""
         x = F.embedding(tokens, self.embed) + self.place
         for layer in self.layers:
             x = layer(x)
@@ -167,7 +167,7 @@ class GPT(nn.Module):
 
 
 class Steps:
-    """What one rank can do with one model.
+    """The steps of one rank for one model.
 
     Args:
       model: its name.
@@ -182,7 +182,7 @@ class Steps:
         self.model = models.find(model)
 
     def __call__(self, name: str) -> Variant:
-        """The variant of this name."""
+        """Return the variant with this name."""
         inputs, targets = self._batch(models.ranks_of(self.model, [0, 1] if name.endswith(" x2") else [RANK]))
         module = self._module(ParallelBlock if name == "parallelize_module" else Block)
         if name in ("FSDP2", "HSDP"):

@@ -1,12 +1,12 @@
-"""Where the time of a step goes on two processes: compute, wire and host.
+"""The time of a step on two processes: compute, wire and host.
 
     python benchmarks/where.py --json where.json --markdown where.md --png where.png
 
 - compute: the same step on one rank, with one rank's batch.
-- collectives: by `jaxdist.profile`, with the wait for the other rank; the share in the time of the traced steps.
-- rest: the step less compute and collectives: copies, and what two ranks take from each other (caches, memory).
-- raw: mpi4py's all-reduce of as many bytes as there are gradients.
-- host: until a call of the step returns, with idle devices. XLA's thread has the same core, so it adds up.
+- collectives: from `jaxdist.profile`, including waits for the other rank; as a share of the traced steps' time.
+- rest: the step minus compute and collectives: copies, and contention between ranks (caches, memory).
+- raw: mpi4py's all-reduce of as many bytes as the gradients have.
+- host: time until a call returns, with idle devices. XLA's thread shares the core, so it adds up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PARTS = ("compute", "collectives", "rest")
 
 
 def measure(model: str, rounds: int, seconds: float) -> dict[str, Any]:
-    """One model, at level 0, over both wires."""
+    """Measure one model, at level 0, over both wires."""
     with contextlib.ExitStack() as stack:
         two, one = (stack.enter_context(Job(["jax_steps:Steps", model], ranks)) for ranks in (2, 1))
         tasks = {
@@ -46,7 +46,7 @@ def measure(model: str, rounds: int, seconds: float) -> dict[str, Any]:
 
 
 def parts(found: dict[str, Any], wire: str) -> dict[str, float]:
-    """Milliseconds of a step over one wire; of the parts, medians of rounds."""
+    """Return milliseconds of a step over one wire and of its parts; medians of rounds."""
     times = found["ms"]
     step, compute = (statistics.median(times[name]) for name in (wire, "compute"))
     collectives = step * found["share"][wire]
@@ -61,7 +61,7 @@ def parts(found: dict[str, Any], wire: str) -> dict[str, float]:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """A row for each model and wire."""
+    """Return a table with one row per model and wire."""
     rows = []
     for model, found in results["models"].items():
         for wire in ("mpi", "xla"):
@@ -74,7 +74,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, Any], figure: Any) -> None:
-    """Stacked shares of each step."""
+    """Plot stacked shares of each step."""
     figure.suptitle(f"Where the time of a step goes, two ranks, {report.processor(results)}")
     panel = figure.subplots()
     bars = [(f"{model}, {wire}", parts(f, wire)) for model, f in results["models"].items() for wire in ("mpi", "xla")]

@@ -1,9 +1,9 @@
-"""One rank of a benchmark's job: pinned to a core, it builds and runs what `rounds.py` asks for, over a socket.
+"""One rank of a benchmark's job: pinned to a core, it builds and runs variants that `rounds.py` requests.
 
     mpirun -np 2 python benchmarks/worker.py MODULE:FUNCTION ARGUMENT...
 
-The function, called with the arguments, returns `build(name) -> Variant`. The rank waits for its orders in a read,
-which takes no time of a core: one that waited in an MPI call would.
+The function, called with the arguments, returns `build(name) -> Variant`. The rank waits for
+requests in a socket read, which needs no core, unlike waiting in an MPI call.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Variant(NamedTuple):
     """Something to time.
 
     Attributes:
-      step: do it once, or dispatch it; returns the loss, or None if there is none.
-      wait: until all dispatched steps are done.
+      step: runs or dispatches one step; returns the loss, or None.
+      wait: waits for all dispatched steps.
     """
 
     step: Callable[[], Any]
@@ -35,7 +35,7 @@ class Variant(NamedTuple):
 
 
 def first(variant: Variant) -> dict[str, Any]:
-    """Compile, and the losses of the first three steps; then see how long a step takes."""
+    """Compile, return the losses of the first three steps, and measure the time of a step."""
     start = time.perf_counter()
     losses = [variant.step()]
     variant.wait()
@@ -51,7 +51,7 @@ def first(variant: Variant) -> dict[str, Any]:
 
 
 def run(variant: Variant, steps: int) -> float:
-    """Milliseconds a step; one before, for the caches."""
+    """Return milliseconds per step, after one step for the caches."""
     variant.step()
     variant.wait()
     start = time.perf_counter()
@@ -62,7 +62,7 @@ def run(variant: Variant, steps: int) -> float:
 
 
 def dispatch(variant: Variant, steps: int) -> float:
-    """Milliseconds until a call returns, each with the devices idle: the median."""
+    """Return the median milliseconds until a call returns, with idle devices."""
     times = []
     for _ in range(steps):
         variant.wait()
@@ -106,7 +106,7 @@ def main() -> None:
             pass  # the other end is gone
         except Exception:
             say(error=f"rank {RANK}: {traceback.format_exc()}")
-            orders.readline()  # the others may still be on their way to say so
+            orders.readline()  # the others may still be about to report it
 
 
 if __name__ == "__main__":

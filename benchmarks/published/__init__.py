@@ -1,6 +1,6 @@
-"""Published training steps as they stand, on small data: one file a source, each entry a training loop.
+"""Published training steps, unmodified, on small data: one file per source, each entry a training loop.
 
-Nothing of them is copied: their files are read from a folder of checkouts (see `published.source`).
+No code is copied: their files are read from a folder of checkouts (see `published.source`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ SOURCES = ("flax", "optax", "haiku", "numpyro", "equinox", "diffrax", "cleanrl",
 
 
 class Run(NamedTuple):
-    """What a training loop runs with.
+    """The environment of a training loop.
 
     Attributes:
-      decorate: the decorator, in place of the published one.
-      zero: of an optax transformation, the same in shards, or as it is.
-      part: of a whole batch, the rows that this process passes.
+      decorate: the decorator that replaces the published one.
+      zero: returns a sharded version of an optax transformation, or the same one.
+      part: returns this process's rows of a whole batch.
     """
 
     decorate: Callable[[Any], Any]
@@ -32,16 +32,16 @@ class Entry(NamedTuple):
     """A published step.
 
     Attributes:
-      name: in the table and on the command line.
-      path: of its file: the repository's folder, then the path within.
-      function: the step's name there.
-      style: how it is called, and by which decorator.
-      loop: trains with it, and yields what is compared after each step.
-      reference: the decorator it is compared with, on one device.
-      batch: `batch_argnums`, where the call alone does not say which arguments are the batch.
-      reason: why it can't be compared to the last digits of float64, if so.
-      float32: whether float32 is the reason: it is compared with what one device makes of a state that was changed in
-        the last digits of float32.
+      name: the name in the table and on the command line.
+      path: its file: the repository's folder, then the path within.
+      function: the step's name in the file.
+      style: how it is called, and its decorator.
+      loop: trains with it, and yields the values to compare after each step.
+      reference: the decorator for the comparison, on one device.
+      batch: `batch_argnums`, if the call alone does not determine the batch.
+      reason: the reason why it cannot match to the last digits of float64, if any.
+      float32: whether float32 is the reason: it is then compared with one device whose state is
+      changed in the last digits of float32.
     """
 
     name: str
@@ -68,7 +68,7 @@ def published(
     reason: str = "",
     float32: bool = False,
 ) -> Callable[[Callable[[Run], Iterator[Any]]], Callable[[Run], Iterator[Any]]]:
-    """Adds a training loop to the entries."""
+    """Return a decorator that adds a training loop to the entries."""
 
     def add(loop: Callable[[Run], Iterator[Any]]) -> Callable[[Run], Iterator[Any]]:
         name = loop.__name__
@@ -79,7 +79,7 @@ def published(
 
 
 def pmapped(axis: str) -> Callable[[Any], Any]:
-    """What `jax.pmap(step, axis_name=axis)` is on one device, without the leading axis."""
+    """Return `jax.pmap(step, axis_name=axis)` for one device, without the leading axis."""
 
     def decorate(step: Any) -> Any:
         def whole(*args: Any) -> Any:
@@ -91,7 +91,7 @@ def pmapped(axis: str) -> Callable[[Any], Any]:
 
 
 def load_all() -> dict[str, Entry]:
-    """All entries."""
+    """Return all entries."""
     for source in SOURCES:
         importlib.import_module(f"published.{source}_steps")
     return ENTRIES

@@ -14,12 +14,12 @@ STEPS = 3
 
 
 def random() -> np.random.Generator:
-    """The same numbers for each entry."""
+    """Return a generator of the same numbers for each entry."""
     return np.random.default_rng(0)
 
 
 def float64(tree: Any) -> Any:
-    """Of a tree, its floating arrays."""
+    """Convert the floating arrays of a tree to float64."""
     return jax.tree.map(_wide, tree)
 
 
@@ -28,7 +28,7 @@ def _wide(x: Any) -> Any:
 
 
 def float64_module(model: Any) -> Any:
-    """A module of nnx, changed in place."""
+    """Convert an nnx module to float64 in place."""
     nnx.update(model, float64(nnx.state(model)))
     for _, module in nnx.iter_graph(model):
         if isinstance(module, nnx.Embed):
@@ -37,13 +37,13 @@ def float64_module(model: Any) -> Any:
 
 
 def in_shards(state: Any, zero: Any) -> Any:
-    """A `TrainState` whose transformation was made by its own code."""
+    """Shard a `TrainState` whose transformation was made by its own code."""
     tx = zero(state.tx)
     return state.replace(tx=tx, opt_state=tx.init(state.params))
 
 
 def images(shape: tuple[int, ...], classes: int, scale: float = 1.0) -> list[dict[str, np.ndarray]]:
-    """Batches of an image and a label."""
+    """Return batches of images and labels."""
     r = random()
     return [
         {"image": r.random((BATCH, *shape)) * scale, "label": r.integers(0, classes, (BATCH,))} for _ in range(STEPS)
@@ -51,12 +51,12 @@ def images(shape: tuple[int, ...], classes: int, scale: float = 1.0) -> list[dic
 
 
 def pairs(shape: tuple[int, ...], classes: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The same as tuples."""
+    """Return the same batches as tuples."""
     return [(batch["image"], batch["label"]) for batch in images(shape, classes)]
 
 
 def texts(words: int, length: int, keys: tuple[str, ...] = ("inputs",), packed: bool = False) -> list[dict[str, Any]]:
-    """Batches of rows with unequal padding: weights of the rows differ."""
+    """Return batches of rows with unequal padding, so that rows have different weights."""
     r, out = random(), []
     for _ in range(STEPS):
         batch = {}
@@ -73,7 +73,7 @@ def texts(words: int, length: int, keys: tuple[str, ...] = ("inputs",), packed: 
 
 
 def regression(features: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Batches of a linear function with noise."""
+    """Return batches of a linear function with noise."""
     r = random()
     w = r.standard_normal(features)
     xs = [r.standard_normal((BATCH, features)) for _ in range(STEPS)]
@@ -81,7 +81,7 @@ def regression(features: int) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def curve() -> list[tuple[np.ndarray, np.ndarray]]:
-    """Batches of a noisy parabola, as flax's toy examples have them."""
+    """Return batches of a noisy parabola, as in flax's toy examples."""
     r = random()
     xs = [r.random((BATCH, 1)) for _ in range(STEPS)]
     return [(x, 0.8 * x**2 + 0.1 + 0.1 * r.standard_normal((BATCH, 1))) for x in xs]

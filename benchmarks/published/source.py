@@ -1,6 +1,6 @@
 """Definitions of published files, from a folder of checkouts, with stand-ins for packages that only bring data.
 
-`load` imports a module of theirs; `grab` takes some definitions of a script or notebook, wherever they stand in it.
+`load` imports a module; `grab` takes some definitions from anywhere in a script or notebook.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ COMMITS = {
     "vit": ("google-research/vision_transformer", "c6de1e5378c9831a8477feb30994971bdc409e46"),
     "jax": ("jax-ml/jax", "cec06d116c05f0d52adfceee3d3b730fdbcb0ce5"),
 }
-"""Of each folder: the repository and the commit that the entries were written for."""
+"""Per folder, the repository and the commit that the entries were written for."""
 
-# Packages that these files import for data, environments, logging or plots: nothing of them is called here.
+# Packages that these files import for data, environments, logging or plots; the steps never call them.
 STAND_INS = {
     "ale_py", "cleanrl_utils", "cv2", "datasets", "dp_accounting", "envpool", "flaxformer", "gym", "gymnasium",
     "imageio", "matplotlib", "pandas", "seaborn", "sentencepiece", "skimage", "stable_baselines3", "tensorboard",
@@ -71,11 +71,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-sys.meta_path.append(_Finder())  # last: what is installed is taken
+sys.meta_path.append(_Finder())  # last, so that installed packages win
 
 
 def folder() -> Path:
-    """Of the checkouts."""
+    """Return the folder of checkouts."""
     return Path(os.environ.get("PUBLISHED_SOURCES", "published-sources")).resolve()
 
 
@@ -88,9 +88,9 @@ def _existing(path: str) -> Path:
 
 
 def load(root: str, name: str) -> Any:
-    """Module `name` of theirs, with `root` first on the path, and nothing left of it: others have modules of its name.
+    """Import module `name` with `root` first on the path, and forget it, since other modules share its name.
 
-    Flags of absl that it defines become a plain namespace.
+    The absl flags that it defines become a plain namespace.
     """
     from absl import flags
 
@@ -124,10 +124,10 @@ def load(root: str, name: str) -> Any:
 
 
 def grab(path: str, *names: str, **given: Any) -> Any:
-    """A module with the imports of a file and the definitions `names` of it, wherever in it they stand, in this order.
+    """Return a module with a file's imports and its definitions `names`, wherever they are, in this order.
 
-    Their lines are the file's. What a definition closes over is looked up in this module. "name#1" is the second of
-    that name. `given` are values for the rest of the file.
+    Line numbers are the file's. Closures look up names in this module. "name#1" is the second
+    definition of that name. `given` are values for the rest of the file.
     """
     global _grabbed
     _grabbed += 1
@@ -147,7 +147,7 @@ def grab(path: str, *names: str, **given: Any) -> Any:
         if isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", "") != "__future__":
             try:
                 _execute([node], shown, module)
-            except ImportError:  # its neighbours in the repository
+            except ImportError:  # a sibling in the repository
                 vars(module).update({n.asname or n.name: MagicMock(name=n.name) for n in node.names})
     _forget_stand_ins()
     vars(module).update(given)
@@ -158,7 +158,7 @@ def grab(path: str, *names: str, **given: Any) -> Any:
 
 
 def _forget_stand_ins() -> None:
-    """Others look at whether torch is imported."""
+    """Drop stand-ins: other code checks whether torch is imported."""
     for name in [k for k, module in sys.modules.items() if type(module) is _StandIn]:
         del sys.modules[name]
 
@@ -176,7 +176,7 @@ def _definitions(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
 
 
 def _code(notebook: str) -> str:
-    """The cells with code of a notebook; lines for IPython are left out."""
+    """Return the code cells of a notebook, without lines for IPython."""
     lines = []
     for cell in json.loads(notebook)["cells"]:
         if cell["cell_type"] == "code":
@@ -186,7 +186,7 @@ def _code(notebook: str) -> str:
 
 
 def undecorated(step: Any) -> Any:
-    """The function under `jit` or `pmap`."""
+    """Return the function under `jit` or `pmap`."""
     while hasattr(step, "__wrapped__"):
         step = step.__wrapped__
     return step

@@ -1,14 +1,13 @@
-"""`save`, `restore`, `latest_step` and `export`: checkpoints that do not depend on ranks, ZeRO levels or communicators.
+"""`save`, `restore`, `latest_step`, `export`: checkpoints for any number of ranks and ZeRO level.
 
-Orbax writes the arrays: each process its own shards, into a directory that readers ignore. When every rank has reported
-that its part is on disk, the root adds a manifest and renames the directory. (Orbax's own barriers would wait for a
-process that has failed.)
+Orbax writes the arrays: each process its own shards, into a directory that readers ignore. Once
+every rank has reported that its part is on disk, the root adds a manifest and renames the
+directory. (Orbax's own barriers would wait for a failed process.)
 
     path/12/default/…                    the arrays of step 12, in orbax's format
-    path/12/manifest.json                every leaf: shape, dtype and digest, or the number or string itself
-    path/15.….orbax-checkpoint-tmp/…     a checkpoint that is being written, or whose writers were killed
-    path/9.damaged/…                     a checkpoint that `restore` found damaged and passed over
-    path/.jaxdist-lock                   names the job that saves into the directory
+    path/12/manifest.json                each leaf's shape, dtype and digest, or its value
+    path/15.….orbax-checkpoint-tmp/…     an unfinished checkpoint, or one whose writers were killed
+    path/.jaxdist-lock                   the job that saves into the directory
 """
 
 from jaxdist.checkpoint.background import Saving

@@ -1,6 +1,6 @@
-"""The arrays of a checkpoint: orbax writes them, tensorstore reads slices of them and puts them into place.
+"""The arrays of a checkpoint: orbax writes them; tensorstore reads slices and puts them in place.
 
-Orbax can read them too, but closes its event loop when one read fails, and prints a traceback for each of the others.
+Orbax can read them too, but a failed read closes its event loop, and all others print tracebacks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from jaxdist.checkpoint.manifest import DamagedError, Leaf, Leaves, Name, is_key
 from jaxdist.errors import CheckpointError
 from jaxdist.placements.layouts import Padded
 
-Bounds = tuple[tuple[int, int], ...]  # of a slice: its begin and end along each dimension
+Bounds = tuple[tuple[int, int], ...]  # a slice's begin and end along each dimension
 Blocks = dict[Bounds, np.ndarray]
-_INDEX_IN_MEMORY = 100_000_000  # bytes of the database's index: without a limit nothing is kept
+_INDEX_IN_MEMORY = 100_000_000  # bytes of the database's index; without a limit nothing is cached
 
 
 def write(arrays: dict[Name, Any], item: Path, rank: int) -> None:
-    """Write this process's part of a checkpoint into a folder that exists."""
+    """Write this process's part of a checkpoint into an existing folder."""
     import orbax.checkpoint as ocp
     from etils import epath
 
@@ -40,12 +40,12 @@ def write(arrays: dict[Name, Any], item: Path, rank: int) -> None:
 
 
 def finalize(item: Path, padded: dict[Name, tuple[int, ...]]) -> None:
-    """Merge what the processes have written into one database, and cut padded arrays to their shapes."""
+    """Merge the files of all processes into one database, and cut padded arrays to their shapes."""
     import tensorstore as ts
     from etils import epath
 
     _handler(0).finalize(epath.Path(item))
-    if not (item / "manifest.ocdbt").exists():  # orbax has found nothing, and does not mind
+    if not (item / "manifest.ocdbt").exists():  # orbax has found nothing, without an error
         raise CheckpointError(f"the arrays are not in {item}: do all ranks see the same directory?")
     opened = {name: ts.open(_spec(item, name), open=True, read=True, write=True) for name in padded}
     cut = [opened[name].result().resize(exclusive_max=shape, resize_metadata_only=True)
@@ -55,7 +55,7 @@ def finalize(item: Path, padded: dict[Name, tuple[int, ...]]) -> None:
 
 
 def _handler(rank: int) -> Any:
-    """Return a handler that takes this process for the only one: no barriers. The root writes metadata."""
+    """Return a handler for this process alone: no barriers. The root writes metadata."""
     import orbax.checkpoint as ocp
 
     alone = ocp.options.MultiprocessingOptions(
@@ -66,7 +66,7 @@ def _handler(rank: int) -> Any:
 
 def _spec(item: Path, name: Name) -> dict[str, Any]:
     base = {"driver": "file", "path": f"{item}/"}
-    path = ".".join(name).removesuffix("/") + "/"  # orbax adds no second slash
+    path = ".".join(name).removesuffix("/") + "/"  # orbax does not add a second slash
     return {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": path}}
 
 
@@ -74,11 +74,11 @@ class Target(NamedTuple):
     """The place of a leaf on the mesh."""
 
     sharding: NamedSharding
-    shape: tuple[int, ...]  # with the padding at the ends
+    shape: tuple[int, ...]  # including the padding
 
 
 def target_of(x: Any) -> Target | None:
-    """Return the place of a leaf on the mesh, or None if this process has all of it for itself."""
+    """Return the place of a leaf on the mesh, or None if this process alone has the whole leaf."""
     if type(x) is Padded:
         return None if is_padded_inside(x) else Target(x.array.sharding, x.array.shape)  # type: ignore[arg-type]
     own = getattr(x, "sharding", None)
@@ -88,7 +88,7 @@ def target_of(x: Any) -> Target | None:
 def read(
     directory: Path, leaves: Leaves, targets: dict[Name, Target | None]
 ) -> tuple[dict[Name, Blocks], dict[Name, int]]:
-    """Return this process's slices of arrays, and its shares in the digests of those of which it reads only a part."""
+    """Return this process's slices of arrays, and its shares in digests of partly read ones."""
     import tensorstore as ts
 
     def result(future: Any, name: Name) -> Any:
@@ -125,13 +125,13 @@ def read(
 
 
 def differs(directory: Path, name: Name) -> DamagedError:
-    """Return the error about a leaf that is not the one that was saved."""
-    return DamagedError(f"leaf {'.'.join(name)} of checkpoint {directory} is damaged: it does not fit its digest")
+    """Return the error about a leaf that differs from the saved one."""
+    return DamagedError(f"leaf {'.'.join(name)} of checkpoint {directory} is damaged: its digest does not match")
 
 
 @functools.lru_cache(maxsize=4096)
 def slices(target: Target | None, shape: tuple[int, ...]) -> tuple[tuple[Bounds, ...], tuple[bool, ...], bool]:
-    """Return the slices that this process reads of an array, which of them count in its share, and if they are all."""
+    """Return this process's slices, which of them count in its share, and if they are all."""
     if target is None or target.sharding.is_fully_replicated:
         return (tuple((0, n) for n in shape),), (True,), True
     first: dict[Bounds, Any] = {}
@@ -149,7 +149,7 @@ def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
 
 
 def placed(blocks: Blocks, x: Any, leaf: Leaf) -> Any:
-    """Return an array in the form and the place of its counterpart `x`."""
+    """Return an array in the form and place of its counterpart `x`."""
     if target := target_of(x):
 
         def block(index: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Writing in the background: the agreement of all ranks that a save is complete, and the end of the script."""
+"""Background saves: all ranks agree that a save is complete, and the script waits for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxdist.errors import CheckpointError
 from jaxdist.runtime.context import Context
 from jaxdist.tracebacks import api_boundary
 
-_SLICE = 5.0  # seconds of waiting, after which a rank checks whether the job is ending
+_SLICE = 5.0  # seconds between checks of a waiting rank whether the job is ending
 _pending: Saving | None = None
 
 
@@ -33,7 +33,7 @@ class Saving:
 
     @api_boundary
     def wait(self) -> None:
-        """Return when the checkpoint is complete and on disk, on every rank; raise its error, once."""
+        """Return when the checkpoint is complete and on disk everywhere; raise its error, once."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -42,7 +42,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would return or raise at once."""
+        """Check whether `wait` would return or raise at once."""
         return self._thread is None or not self._thread.is_alive()
 
     def _start(self, write: Callable[[], None]) -> None:
@@ -59,7 +59,7 @@ class Saving:
 
 
 def await_pending() -> None:
-    """Wait for the checkpoint that is written in the background, if any, and raise its error."""
+    """Wait for the save in the background, if any, and raise its error."""
     global _pending
     if _pending is not None:
         pending, _pending = _pending, None
@@ -69,22 +69,22 @@ def await_pending() -> None:
 @functools.cache
 def at_exit(ctx: Context) -> None:
     """Make the end of the script wait for the last save, and fail if that failed."""
-    # Not in the thread: modules that it imports could not register their own ends any more.
+    # Import here, since modules can no longer register exit handlers in the thread.
     import orbax.checkpoint  # noqa: F401
 
     def end() -> None:  # before `jaxdist.runtime.farewell`
         if _pending is not None and _pending._error is not None:
-            failfast.fail_at_exit(ctx.control, f"the script has ended, and its last save had failed: {_pending._error}")
+            failfast.fail_at_exit(ctx.control, f"the script ended, but its last save had failed: {_pending._error}")
 
     compat.before_threads_end(lambda: _pending and _pending._thread and _pending._thread.join())
     atexit.register(end)
 
 
 def together(ctx: Context, what: str, tag: str, work: Callable[[], Any], conclude: Callable[[list[Any]], None]) -> None:
-    """Do something on each rank, then something on the root; raise the same error on every rank if any of it failed.
+    """Work on each rank, then conclude on the root; if any of it fails, raise on all ranks.
 
-    By mail, which works from a thread. A slow rank is waited for as long as it lives: the control channel notices its
-    end, and ends this process.
+    This uses mail, which works in threads. A slow rank is waited for while it lives; the control
+    channel notices its end, and ends this process.
     """
     mine, cause = _attempt(work)
     if ctx.is_root:
@@ -121,7 +121,7 @@ def _await(ctx: Context, tag: str, what: str, rank: int) -> Any:
             return ctx.control.take(tag, rank, min(_SLICE, ctx.timeout))
         except queue.Empty:
             if ctx.control.ending:
-                raise CheckpointError(f"{what}: rank {ctx.rank} stops, because the job ends") from None
+                raise CheckpointError(f"{what}: rank {ctx.rank} stops because the job is ending") from None
         if (waited := time.monotonic() - start) >= limit:
             ctx.control.say(f"{what}: has waited {waited:.0f} s for {ctx.control.who(rank)}, which is still writing")
             limit *= 2

@@ -1,9 +1,9 @@
-"""A digest of arrays that adds up over their slices: any number of ranks can write one, and any number check it.
+"""A digest of arrays that adds up over slices: any number of ranks can write or check an array.
 
-The bytes along the last axis are words of 32 bits. Each word is multiplied by an odd 64-bit number that belongs to its
-place, the product of a factor for each axis, and everything is added modulo 2^64. Flipping any one bit changes the sum,
-since an odd number times a power of two below 2^32 is never 0. Other damage goes unnoticed with a probability of about
-2^-32.
+The bytes along the last axis are 32-bit words. Each word is multiplied by an odd 64-bit number for
+its position, the product of one factor per axis, and all are added modulo 2^64. Flipping any one
+bit changes the sum, since an odd number times a power of two below 2^32 is never 0. Other damage is
+missed with a probability of about 2^-32.
 
 Reference: Lemire, Kaser, *Strongly universal string hashing is fast*, arXiv 1202.4961 (multilinear hashing).
 """
@@ -23,21 +23,21 @@ from jaxdist.placements.layouts import physical
 from jaxdist.runtime.context import get_context
 
 MODULUS = 1 << 64
-_BLOCK = 1 << 14  # places along the last axis that share a table of factors; each block has one more factor of its own
-_AT_ONCE = 1 << 17  # words widened to 64 bits together, so that they stay in the cache
+_BLOCK = 1 << 14  # positions per table of factors; each block has one more factor
+_AT_ONCE = 1 << 17  # words widened to 64 bits together, to stay in the cache
 
 
 def digest(tree: Any) -> int:
-    """Return a number that is the same for states of the same bits, on any number of processes and in any layout.
+    """Return a number that depends only on the bits of a state, not on processes or layout.
 
-    Every process calls it. In lanes (``jaxdist run --lanes``) it compares runs on different numbers of processes: a run
-    that differs is on a host that computes something else.
+    Every process calls it. With lanes (``jaxdist run --lanes``) it compares runs on different
+    numbers of processes; a run that differs is on a host that computes different results.
 
     Args:
-      tree: arrays, numbers and strings: state, or any result of a decorated step.
+      tree: arrays, numbers and strings: the state, or any result of a decorated step.
 
     Returns:
-      52 bits of a SHA-256 of names, types and digests of the leaves, on every process.
+      52 bits of a SHA-256 over the leaves' names, types and digests, on every process.
 
     Raises:
       ControlError: a rank is in a different call, has left, or did not come within the timeout of `init`.
@@ -62,13 +62,13 @@ def digest(tree: Any) -> int:
 
 
 def share_of(array: Any, shape: Sequence[int], is_root: bool) -> int:
-    """Return this process's share in the digest of an array, which may have padding at the ends of this shape."""
+    """Return this process's share in an array's digest; there may be padding beyond `shape`."""
     if not isinstance(array, jax.Array) or array.is_fully_replicated:
         value = on_host(array)
         return checksum(value, (0,) * value.ndim) if is_root else 0
     total = 0
     for shard in array.addressable_shards:
-        if shard.replica_id == 0 and (is_root or not array.is_fully_addressable):  # of equal slices one counts
+        if shard.replica_id == 0 and (is_root or not array.is_fully_addressable):  # count equal slices once
             start = [at.start or 0 for at in shard.index]
             real = tuple(slice(max(0, n - a)) for n, a in zip(shape, start, strict=True))
             total += checksum(np.asarray(shard.data)[real], start)
@@ -76,14 +76,14 @@ def share_of(array: Any, shape: Sequence[int], is_root: bool) -> int:
 
 
 def checksum(part: np.ndarray, start: Sequence[int]) -> int:
-    """Return the share of one slice, which begins at `start`, in the digest of its array."""
+    """Return the share in an array's digest of the slice that begins at `start`."""
     if part.size == 0:
         return 0
     part, begin = part.reshape(part.shape or (1,)), tuple(start) or (0,)
     axis, size, of_rows = part.ndim - 1, part.dtype.itemsize, np.ones(1, np.uint64)
     raw = np.ascontiguousarray(part).view(f"u{min(size, 4)}").reshape(-1, part.shape[-1] * max(size // 4, 1))
     first = begin[-1] * size // 4
-    if size < 4:  # a slice may begin and end within a word
+    if size < 4:  # a slice may begin or end inside a word
         before, after = begin[-1] % (4 // size), -(begin[-1] + part.shape[-1]) % (4 // size)
         raw = np.pad(raw, [(0, 0), (before, after)]) if before or after else raw
     words = raw.view(np.uint32)
@@ -100,7 +100,7 @@ def checksum(part: np.ndarray, start: Sequence[int]) -> int:
 
 
 def _sum(rows: np.ndarray, of_rows: np.ndarray, factors: np.ndarray) -> int:
-    """Return the sum of all words, each times the factors of its row and its column."""
+    """Return the sum of all words, each times the factors of its row and column."""
     step, total = max(1, _AT_ONCE // rows.shape[1]), 0
     for i in range(0, len(rows), step):
         total += int(np.dot(rows[i : i + step].astype(np.uint64) @ factors, of_rows[i : i + step]))
@@ -113,7 +113,7 @@ def _table() -> np.ndarray:
 
 
 def _odd(places: np.ndarray, role: int) -> np.ndarray:
-    """Return a pseudo-random odd number for each place: SplitMix64, which never changes (NumPy's generators may)."""
+    """Return a pseudo-random odd number per place, by SplitMix64; NumPy's generators may change."""
     x = (places + np.uint64((role << 44) + 1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""The directory of a run's checkpoints: its steps, its lock, and moving checkpoints in and away."""
+"""The directory of a run's checkpoints: its steps, its lock, adding and removing checkpoints."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from pathlib import Path
 from jaxdist.checkpoint import manifest
 from jaxdist.errors import CheckpointError
 
-ITEM = "default"  # the name that orbax's CheckpointManager gives to the only item of a step
-UNFINISHED = ".orbax-checkpoint-tmp"  # of a directory that orbax also takes for an unfinished checkpoint
+ITEM = "default"  # orbax's CheckpointManager gives this name to the only item of a step
+UNFINISHED = ".orbax-checkpoint-tmp"  # orbax, too, treats such directories as unfinished
 _ASIDE = f".replaced{UNFINISHED}"
-_SPECIAL = re.compile(r"[*?\[\]\\]|:/")  # of a pattern or a URL
+_SPECIAL = re.compile(r"[*?\[\]\\]|:/")  # characters of a pattern or a URL
 _LOCK = ".jaxdist-lock"
-_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # locks, by this file system
-_MOST = 64  # locks that a process holds at a time: each keeps a file open
+_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # file systems without locks
+_MOST = 64  # locks per process at a time: each keeps a file open
 _log = logging.getLogger("jaxdist")
-_held: dict[Path, int] = {}  # lock files, with descriptors
+_held: dict[Path, int] = {}  # lock files and their descriptors
 _warned: set[str] = set()
 passed_over: set[Path] = set()
-"""Damaged checkpoints instead of which this process has restored older ones: it will come to their steps again."""
+"""Damaged checkpoints that this process skipped for older ones; it will reach their steps again."""
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
@@ -36,26 +36,26 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     if not os.fspath(path):
         raise ValueError("the path of the checkpoints is empty: give a directory ('.' is the current one)")
     found = Path(path).expanduser().absolute()
-    str(found).encode()  # a name that is not UTF-8 is a ValueError
+    str(found).encode()  # raises ValueError for a name that is not UTF-8
     if special := _SPECIAL.search(str(found)):
         raise ValueError(
-            f"{path}: checkpoints are in directories of a file system, not at a URL, and orbax takes {special[0]!r} "
-            "for more than a name: use a directory without * ? [ ] \\ and :/ that all processes share"
+            f"{path}: expected a directory of a file system, not a URL, and orbax gives {special[0]!r} "
+            "a special meaning: use a directory without * ? [ ] \\ and :/ that all processes share"
         )
     return found
 
 
 def warn_once(text: str) -> None:
-    """Log a warning, unless this process has logged it before."""
+    """Log a warning, once per process."""
     if text not in _warned:
         _warned.add(text)
         _log.warning("%s", text)
 
 
 def steps(path: Path) -> list[int]:
-    """Return the steps in a directory in ascending order, damaged ones included.
+    """Return the steps in a directory in ascending order, including damaged ones.
 
-    A job may add one and remove another meanwhile: the directory is listed until its names stay the same.
+    A job may add and remove steps meanwhile, so list the directory until its names stay the same.
     """
     names, found = set[str](), list[int]()
     while True:
@@ -71,17 +71,17 @@ def steps(path: Path) -> list[int]:
 
 
 def place(final: Path) -> Path:
-    """Return where the checkpoint of a step is: aside, if a save was killed while it replaced the step."""
+    """Return the place of a step's checkpoint: aside, if a kill interrupted its replacement."""
     aside = final.with_name(f"{final.name}{_ASIDE}")
     return aside if aside.is_dir() and not final.is_dir() else final
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give a complete checkpoint its name, and discard an older one of that name."""
+    """Give a complete checkpoint its name, and discard an older one with that name."""
     aside = final.with_name(f"{final.name}{_ASIDE}")
     sync_to_disk(temporary)
     if final.exists():
-        final.rename(aside)  # after a kill here, `place` finds it
+        final.rename(aside)  # if killed here, `place` finds it
     temporary.rename(final)
     sync_to_disk(final.parent)
     if os.path.lexists(aside):
@@ -89,7 +89,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def sync_to_disk(directory: Path) -> None:
-    """Flush a directory: only then does a rename in it survive a power failure."""
+    """Flush a directory, so that a rename in it survives a power failure."""
     fd = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -98,7 +98,7 @@ def sync_to_disk(directory: Path) -> None:
 
 
 def tidy(final: Path, keep: int | None) -> None:
-    """Remove leftovers of killed jobs, and old checkpoints; the new one is there, whatever happens to these."""
+    """Remove leftovers of killed jobs, and old checkpoints. The new one is safe already."""
     path, step = final.parent, int(final.name)
     for left in path.glob(f"*{UNFINISHED}"):
         discard(left)
@@ -106,21 +106,21 @@ def tidy(final: Path, keep: int | None) -> None:
     others = [s for s in steps(path) if s != step and (path / str(s)).resolve() not in passed_over]
     if others and others[-1] > step:
         warn_once(
-            f"step {others[-1]} in {path} is higher than the step that was saved just now, and restore takes the "
-            "highest: to go on from here, remove the higher ones, or save into a different directory"
+            f"step {others[-1]} in {path} is higher than the step just saved, and restore takes the "
+            "highest. To continue from here, remove the higher ones or save into a different directory"
         )
     for old in others[: max(0, len(others) + 1 - keep)] if keep else []:
         discard(path / str(old))
 
 
 def discard(directory: Path) -> None:
-    """Remove a checkpoint or a leftover; warn if it stays (a mount, a file that NFS keeps for a reader)."""
+    """Remove a checkpoint or leftover; warn if it stays (a mount, a file that NFS keeps)."""
     gone = directory
     try:
-        if directory.name.endswith(_ASIDE) or not directory.name.endswith(UNFINISHED):  # or readers would find half
+        if directory.name.endswith(_ASIDE) or not directory.name.endswith(UNFINISHED):  # or readers find half
             gone = directory.with_name(f"{directory.name}.{secrets.token_hex(4)}{UNFINISHED}")
             directory.rename(gone)
-        if gone.is_symlink():  # the user has moved the checkpoint elsewhere: only the link is ours
+        if gone.is_symlink():  # the user has moved the checkpoint: remove only the link
             gone.unlink()
         else:
             shutil.rmtree(gone)
@@ -129,7 +129,7 @@ def discard(directory: Path) -> None:
 
 
 def lock(path: Path) -> None:
-    """Make this process the only one that saves into a directory, until it ends: the system frees its locks."""
+    """Make this process the only one to save into a directory, until it exits and frees its locks."""
     file = path.resolve() / _LOCK
     if file in _held and file.exists() and os.path.samestat(os.fstat(_held[file]), file.stat()):
         return
@@ -142,8 +142,8 @@ def lock(path: Path) -> None:
     except BlockingIOError:
         os.close(fd)
         raise CheckpointError(
-            f"another job saves into {path}: {said!r}, as {file} says. Two jobs would mix up their checkpoints: give "
-            "each its own directory, or end that job"
+            f"a different job saves into {path}: {said!r}, according to {file}. To keep checkpoints apart, give "
+            "each job its own directory, or end that job"
         ) from None
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
@@ -152,15 +152,15 @@ def lock(path: Path) -> None:
         warn_once(f"{file} is on a file system without locks: make sure that one job at a time saves there")
     _held[file] = fd
     if len(_held) > _MOST:
-        os.close(_held.pop(next(iter(_held))))  # of the first directory
+        os.close(_held.pop(next(iter(_held))))  # the lock of the first directory
     since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    with contextlib.suppress(OSError):  # a full disk: the lock counts, not the text
+    with contextlib.suppress(OSError):  # on a full disk: the lock counts, not the text
         os.truncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}, since {since}".encode(), 0)
 
 
 def _forget_locks() -> None:
-    """Close the locks in a forked child: they are its parent's, and end with it."""
+    """Close the locks in a forked child; they belong to the parent."""
     while _held:
         os.close(_held.popitem()[1])
 

@@ -1,4 +1,4 @@
-"""`export`: arrays in one file that loads without jaxdist, under names of one's own."""
+"""`export`: arrays in one file that loads without jaxdist, with names of your choice."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from jaxdist.sharding import unshard
 
 
 def export(path: str | os.PathLike[str], tree: Any, rename: Mapping[str, str] | None = None) -> None:
-    """Write the arrays of a tree into one ``.safetensors`` or ``.npz`` file; every process calls it, the root writes.
+    """Write the arrays of a tree into one ``.safetensors`` or ``.npz`` file. Every process calls it; the root writes.
 
     The name of an array is its path: ``params.dense.kernel``. Text goes into the header of safetensors.
 
     Args:
       path: the file.
-      tree: arrays of JAX or NumPy, in shards or not: parameters, or the ``nnx.state`` of a model.
-      rename: regular expressions and their replacements, as for `re.sub`, applied one after the other:
+      tree: JAX or NumPy arrays, sharded or not: parameters, or the ``nnx.state`` of a model.
+      rename: regular expressions and their replacements, as for `re.sub`, applied in order:
         ``{r"^params\\.": "", r"blocks\\.(\\d+)": r"layers.\\1"}``.
 
     Raises:
-      ValueError: (on every rank) the file has a different ending, two arrays have one name, safetensors is not
+      ValueError: (on every rank) the file has a different ending, two arrays get one name, safetensors is not
         installed, or the format does not have an array's dtype (``.npz``: bfloat16, float8, int4).
       OSError: (on every rank) the root cannot write there.
 
@@ -57,7 +57,7 @@ def export(path: str | os.PathLike[str], tree: Any, rename: Mapping[str, str] | 
 def write(file: Path, leaves: Mapping[str, np.ndarray | str], rename: Mapping[str, str] | None = None) -> int:
     """Write named arrays and texts into a file.
 
-    Returns how many arrays there are.
+    Returns the number of arrays.
     """
     if file.suffix not in (".safetensors", ".npz"):
         raise ValueError(f"{file}: the name must end in .safetensors or .npz")
@@ -75,11 +75,11 @@ def write(file: Path, leaves: Mapping[str, np.ndarray | str], rename: Mapping[st
     texts = {name: x for name, (_, x) in renamed.items() if isinstance(x, str)}
     arrays = {name: x for name, (_, x) in renamed.items() if not isinstance(x, str)}
     if not arrays:
-        raise ValueError("there is no array to write")
+        raise ValueError("the tree has no arrays to write")
     if reserved := {"__metadata__", "file", "allow_pickle"} & renamed.keys():
         raise ValueError(f"an array can't have the name {min(reserved)!r} in such a file: rename it")
     for name, x in arrays.items():
-        # What is not NumPy's own would come back from `np.load` as bytes without meaning.
+        # `np.load` would return types that are not NumPy's own as meaningless bytes.
         if not (x.dtype.isbuiltin == 1 if file.suffix == ".npz" else x.dtype.name in IN_SAFETENSORS):
             raise ValueError(f"{name} is {x.dtype}, which {file.suffix} does not have: convert it (x.astype) before")
     if file.suffix == ".npz":

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its step and its leaves, with a digest of itself. Also what a leaf may be."""
+"""The manifest of a checkpoint: its step, leaves and digest. Also which leaves can be saved."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ IN_SAFETENSORS = {
     "bfloat16", "complex64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
 }  # fmt: skip
 STORABLE = {*IN_SAFETENSORS, "complex128", "int2", "int4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz"}
-PYTHON = (bool, int, float, complex, str, np.str_)  # in the manifest itself, not on disk as arrays
-Name = tuple[str, ...]  # the keys that lead to a leaf
-_SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")  # in what tensorstore raises
-_DAMAGE = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # None: it was read, and makes no sense
+PYTHON = (bool, int, float, complex, str, np.str_)  # stored in the manifest itself, not as arrays
+Name = tuple[str, ...]  # the keys of a leaf
+_SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")  # in tensorstore's errors
+_DAMAGE = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # None: read, but invalid
 _LONGEST = 1_000  # characters of a library's message
 
 
@@ -37,24 +37,24 @@ class DamagedError(CheckpointError):
 
 
 class Leaf(NamedTuple):
-    """A leaf as it was saved: a number or a string, or an array, whose data are elsewhere."""
+    """A saved leaf: a number or string, or an array, whose data are in a different file."""
 
-    kind: str  # in the words of `kind_of`
-    value: Any = None  # of a number or a string
+    kind: str  # as `kind_of` writes it
+    value: Any = None  # of a number or string
     shape: tuple[int, ...] = ()  # of the array on disk
     dtype: str = ""
     digest: int = 0  # see `jaxdist.checkpoint.checksum`
-    key: str | None = None  # the generator, if it is an array of PRNG keys, whose data are on disk
-    weak: bool = False  # JAX's weak type: without it the training would go on with different dtypes
+    key: str | None = None  # the generator for an array of PRNG keys, whose data are on disk
+    weak: bool = False  # JAX's weak type: without it training would continue with different dtypes
 
 
 Leaves = dict[Name, Leaf]
 
 
 def write(directory: Path, step: int, leaves: Leaves) -> None:
-    """Write the manifest of a checkpoint that is complete otherwise, and flush it to disk."""
+    """Write the manifest of an otherwise complete checkpoint, and flush it to disk."""
     rows = [[name, *leaf] for name, leaf in leaves.items()]
-    content = json.dumps({"step": step, "leaves": rows}, default=repr)  # a complex number as text
+    content = json.dumps({"step": step, "leaves": rows}, default=repr)  # complex numbers as text
     with (directory / FILE).open("x") as file:
         json.dump({"digest": hashlib.sha256(content.encode()).hexdigest(), "content": content}, file)
         file.flush()
@@ -62,15 +62,15 @@ def write(directory: Path, step: int, leaves: Leaves) -> None:
 
 
 def read(directory: Path, step: int | None) -> tuple[Leaves, str]:
-    """Return the leaves of a checkpoint, and the manifest's digest, which tells it from any other checkpoint."""
+    """Return a checkpoint's leaves, and the manifest's digest, which identifies it."""
     file = directory / FILE
     try:
-        if file.exists() and not file.is_file():  # a pipe: opening it would wait for a writer
-            raise ValueError("it is not a file")
+        if file.exists() and not file.is_file():  # opening a pipe would wait for a writer
+            raise ValueError("not a file")
         outer = json.loads(file.read_bytes())
         digest, content = outer["digest"], outer["content"]
         if digest != hashlib.sha256(content.encode()).hexdigest():
-            raise ValueError("its digest does not fit")
+            raise ValueError("wrong digest")
         found = json.loads(content)
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         if not directory.is_dir():
@@ -83,10 +83,10 @@ def read(directory: Path, step: int | None) -> tuple[Leaves, str]:
 
 
 def unreadable(what: str, error: Exception) -> CheckpointError:
-    """Return the error about a file or a leaf that cannot be read: damage, unless the system reports a failure.
+    """Return the error about an unreadable file or leaf: damage, unless the system failed.
 
-    A failing disk, missing rights or too many open files say nothing about what was saved: such a checkpoint is not
-    passed over.
+    A failing disk, missing rights or too many open files do not imply damage, so such a checkpoint
+    is not skipped.
     """
     text = brief(error)
     if isinstance(error, OSError):
@@ -100,7 +100,7 @@ def unreadable(what: str, error: Exception) -> CheckpointError:
 
 
 def brief(error: BaseException) -> str:
-    """Return a library's message without the middle if it is long: tensorstore names the cause last."""
+    """Return a library's message, without the middle if long: tensorstore names the cause last."""
     text = f"{type(error).__name__}: {' '.join(message_of(error).split())}"
     return text if len(text) < _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
 
@@ -125,25 +125,25 @@ def named(state: Any) -> dict[Name, Any]:
 
 
 def refusal(x: Any) -> str:
-    """Return why a leaf would not come back as it was, or an empty string."""
+    """Return the reason why a leaf cannot be restored unchanged, or an empty string."""
     kind = type(x)
     if kind in PYTHON:
         return ""
     if isinstance(x, Tracer):
-        return "it has no value yet inside a function that JAX traces: save the function's result"
+        return "it has no value inside a function that JAX traces: save the function's result"
     numpy = kind in (np.ndarray, np.memmap) or (isinstance(x, np.generic) and kind is x.dtype.type)
     if not numpy and not isinstance(x, (jax.Array, Padded)):
         return (
-            f"{kind.__name__} is not an array of JAX or NumPy, a number or a string, and would not come back as it "
-            "was: save int(x), str(x) or np.asarray(x); of a masked array save data and mask"
+            f"{kind.__name__} is not a JAX or NumPy array, a number or a string, so it cannot be restored "
+            "unchanged: save int(x), str(x) or np.asarray(x); of a masked array, data and mask"
         )
     if not is_key(x) and x.dtype.name not in STORABLE:
-        return f"the format on disk has no arrays of {x.dtype}: save a different dtype, or the bits (x.view)"
+        return f"the format on disk does not support {x.dtype}: save a different dtype, or the bits (x.view)"
     return ""
 
 
 def kind_of(x: Any) -> str:
-    """Return type and shape of a leaf in words; the byte order in memory does not count."""
+    """Return type and shape of a leaf in words; byte order in memory does not count."""
     if type(x) in PYTHON:
         return "str" if isinstance(x, str) else type(x).__name__
     return f"{x.dtype if is_key(x) else np.dtype(x.dtype).name}{list(np.shape(x))}"
@@ -155,14 +155,14 @@ def is_key(x: Any) -> bool:
 
 
 def stored_form(x: Any) -> Any:
-    """Return the array that is stored for a leaf: a key's data; a `Padded` leaf as it is, or whole if padded inside."""
+    """Return the array to store: a key's data; a `Padded` leaf unchanged, or whole if padded inside."""
     if is_key(x):
         return jax.random.key_data(x)
     return unshard(x) if type(x) is Padded and is_padded_inside(x) else x
 
 
 def is_padded_inside(x: Padded) -> bool:
-    """Check whether a second axis cuts, and pads, the slices that a first one has made of the same dimension."""
+    """Check whether an axis cuts and pads slices that an earlier axis made of a dimension."""
     cuts = x.layout.cuts
     return any(cut.pad and cut.dim in (before.dim for before in cuts[:i]) for i, cut in enumerate(cuts))
 
@@ -171,4 +171,4 @@ def on_host(x: Any) -> np.ndarray:
     """Return an array that this process has whole, in native byte order."""
     value = np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) and not x.is_fully_addressable else x)
     value = value.astype(value.dtype.newbyteorder("="), copy=False)
-    return value.view(np.uint8) != 0 if value.dtype == bool else value  # other memory that was taken for bools
+    return value.view(np.uint8) != 0 if value.dtype == bool else value  # other memory used as bools

@@ -24,10 +24,10 @@ from jaxdist.runtime.context import Context, get_context
 from jaxdist.tracebacks import api_boundary
 
 T = TypeVar("T")
-Found = tuple[int, str]  # a checkpoint: its step, and the digest of its manifest
-# DamagedError is last: it says that every rank could read, and nothing else is wrong.
+Found = tuple[int, str]  # a checkpoint's step, and the digest of its manifest
+# DamagedError is last: it means that every rank could read, and nothing else is wrong.
 _ERRORS = CheckpointError, TypeError, ValueError, FileNotFoundError, DamagedError, ImportError
-_TRIES = 100  # of finding one that nobody removes or replaces before it is read
+_TRIES = 100  # attempts to find one that nobody removes or replaces during reading
 
 
 @api_boundary
@@ -35,8 +35,8 @@ _TRIES = 100  # of finding one that nobody removes or replaces before it is read
 def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T:
     """Read a checkpoint; every process calls it.
 
-    Everything that is read is compared with the digests that were saved with it. Without `step`, a damaged checkpoint
-    is passed over: the root warns, and a `save` of its step replaces it.
+    Everything that is read is compared with the saved digests. Without `step`, a damaged checkpoint
+    is skipped: the root logs a warning, and a `save` of its step replaces it.
 
     Args:
       path: the directory given to `save`.
@@ -46,14 +46,14 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T
 
     Returns:
       The state. Leaves whose counterparts in `like` are on the mesh (results of a step, `shard`) are read into the same
-      place, each process its own shards. All others are on this process as they are in `like`: jax arrays on the
-      default device, NumPy arrays, numbers.
+      place, each process its own shards. All others are on this process, as in `like`: JAX arrays
+      on the default device, NumPy arrays, numbers.
 
     Raises:
-      FileNotFoundError: there is no such checkpoint, or none at all.
-      CheckpointError: (on every rank) the checkpoint is of a different model (the error names the first leaf that
-        differs), or damaged, or cannot be read (too many open files, say), which is never passed over.
-      TypeError: a leaf of `like` that no checkpoint has.
+      FileNotFoundError: the checkpoint does not exist.
+      CheckpointError: (on every rank) the checkpoint has a different model (the error names the first leaf that
+        differs), or damaged, or cannot be read (such as too many open files), which is never skipped.
+      TypeError: a leaf of `like` cannot be in a checkpoint.
       ValueError: the path is empty or a URL, or `like` contains itself.
       ImportError: (on every rank) tensorstore, a dependency of orbax, is not installed.
 
@@ -71,7 +71,7 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T
         choose = functools.partial(_choose, ctx, root, step, like, failed)
         _, told = on_every_rank(ctx, "restore", choose, raises=_ERRORS, advice=lambda _: "Restore the same step")
         found: Found = told[0]
-        if isinstance(error := failed.get(found), DamagedError):  # it was asked for
+        if isinstance(error := failed.get(found), DamagedError):  # the user asked for it
             raise CheckpointError(f"{error}. Without step=, the newest whole checkpoint is restored")
         if error is not None:
             raise error
@@ -79,22 +79,22 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T
         try:
             # Reading may take much longer on one rank than on the others.
             (state, leaves), shares = on_every_rank(ctx, "restore", read, raises=_ERRORS, patient=True)
-            for name in shares[0]:  # arrays of which each rank has read a part
+            for name in shares[0]:  # arrays that each rank has read in part
                 if sum(own[name] for own in shares) % MODULUS != leaves[name].digest:
                     raise arrays.differs(root / str(found[0]), name)
         except (DamagedError, FileNotFoundError) as failure:
-            failed[found] = failure  # not chosen again if it is damaged, or was removed or replaced meanwhile
+            failed[found] = failure  # not chosen again, whether damaged, removed or replaced
             continue
         for (number, _), failure in failed.items():
             if ctx.is_root and number > found[0] and number in steps(root):
-                ctx.control.say(f"step {number} is passed over, and step {found[0]} restored: {failure}")
+                ctx.control.say(f"skipped step {number}, and restored step {found[0]}: {failure}")
                 passed_over.add((root / str(number)).resolve())
         return state
     raise CheckpointError(f"{_TRIES} checkpoints in {root} were removed or replaced while they were being read")
 
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
-    """Return the highest step that is whole, as far as its manifest says; no arrays are read.
+    """Return the highest step that is whole according to its manifest; no arrays are read.
 
     Waits for a save in the background.
 
@@ -102,10 +102,10 @@ def latest_step(path: str | os.PathLike[str]) -> int | None:
       path: the directory given to `save`.
 
     Returns:
-      None if there is no checkpoint, or no such directory.
+      The step, or None without a checkpoint or directory.
 
     Raises:
-      CheckpointError: there are checkpoints, and all are damaged; or the last save, in the background, has failed.
+      CheckpointError: all checkpoints are damaged, or the last save in the background failed.
 
     Example:
       >>> import jaxdist
@@ -118,7 +118,7 @@ def latest_step(path: str | os.PathLike[str]) -> int | None:
 
 
 def read_all(path: str | os.PathLike[str]) -> tuple[Path, dict[str, np.ndarray | str]]:
-    """Return the directory and all leaves of one checkpoint, as arrays of the host; for export, in one process."""
+    """Return one checkpoint's directory and all leaves as host arrays, for export in one process."""
     need("tensorstore", "jaxdist export")
     path = absolute(path)
     found = _find(path, None, {})
@@ -136,7 +136,7 @@ def read_all(path: str | os.PathLike[str]) -> tuple[Path, dict[str, np.ndarray |
 
 
 def _find(root: Path, step: int | None, failed: dict[Found, Exception]) -> Found | None:
-    """Return a step, by default the highest one that is not known to be damaged."""
+    """Return a step; the default is the highest one that is not known to be damaged."""
     damaged: dict[int, Exception] = {}
     for number in reversed([number for number in steps(root) if step in (None, number)]):
         try:
@@ -164,7 +164,7 @@ def _choose(ctx: Context, root: Path, step: int | None, like: Any, failed: dict[
     found = _find(root, step, failed) if ctx.is_root else None
     if ctx.is_root and found is None:
         wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-        raise FileNotFoundError(f"there is no {wanted} in {root}; steps: {', '.join(map(str, steps(root))) or 'none'}")
+        raise FileNotFoundError(f"found no {wanted} in {root}; steps: {', '.join(map(str, steps(root))) or 'none'}")
     return Part(None, (("the step", str(step)),), found)
 
 
@@ -173,7 +173,7 @@ def _read_own(root: Path, found: Found, like: Any) -> Part[tuple[Any, Leaves]]:
     directory = place(root / str(found[0]))
     if not directory.is_dir():
         raise FileNotFoundError(
-            f"{socket.gethostname()} does not see {directory}, which rank 0 sees: do all processes?"
+            f"{socket.gethostname()} does not see {directory}, but rank 0 does. Do all hosts share it?"
         )
     leaves, digest = manifest.read(directory, found[0])
     if digest != found[1]:
@@ -191,7 +191,7 @@ def _read_own(root: Path, found: Found, like: Any) -> Part[tuple[Any, Leaves]]:
 
 
 def _check_leaves(where: Path, like: dict[Name, Any], leaves: Leaves) -> None:
-    """Raise an error about the first leaf that is not the same in the checkpoint and in `like`."""
+    """Raise an error about the first leaf that differs between the checkpoint and `like`."""
     for name in dict.fromkeys([*like, *leaves]):
         saved = leaves[name].kind if name in leaves else "missing"
         wanted = kind_of(like[name]) if name in like else "missing"
@@ -207,7 +207,7 @@ def _check_leaves(where: Path, like: dict[Name, Any], leaves: Leaves) -> None:
 
 
 def _is_number(leaf: Leaf, x: Any) -> bool:
-    """Check whether one of both is a number, and the other an array without dimensions that a step has made of it."""
+    """Check whether one is a number, and the other a 0-d array that a step made of it."""
     if type(x) in PYTHON and leaf.kind == f"{leaf.dtype}[]":
         return np.dtype(leaf.dtype).kind == np.asarray(x).dtype.kind
     return leaf.dtype == "" and type(x) not in PYTHON and kind_of(x) == kind_of(np.asarray(leaf.value))

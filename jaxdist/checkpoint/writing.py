@@ -1,4 +1,4 @@
-"""`save`: write a checkpoint, and give it its name when all of it is on disk."""
+"""`save`: write a checkpoint, and give it its name once all of it is on disk."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def save(
 ) -> Saving:
     """Write a checkpoint; every process calls it.
 
-    On disk arrays have their full shapes, for any number of devices, ZeRO level and communicator. Each process writes
-    its own shards, the root everything else. A save that fails or is killed leaves all earlier checkpoints unchanged.
-    From its first save to its end a job owns the directory: a second job that saves there gets an error.
+    Arrays on disk have their full shapes, for any number of devices, ZeRO level and communicator. Each process writes
+    its own shards, and the root everything else. If a save fails or is killed, earlier checkpoints stay unchanged.
+    From its first save to its end, a job owns the directory; if a second job saves there, it gets an error.
 
     Args:
       path: the directory of one run's checkpoints, on a file system that all processes share.
       state: any pytree of arrays (JAX's, NumPy's, PRNG keys), numbers and strings: parameters, the optimizer's state,
-        the state of a `loader`, … A leaf that would not come back as it was is an error.
+        the state of a `loader`, … A leaf that cannot be restored unchanged is an error.
       step: the name of the checkpoint, 0 or more. The highest step is the latest checkpoint.
-      wait: if False, return as soon as the state is copied, and write in the background. The training may go on and
+      wait: if False, return as soon as the state is copied, and write in the background. Training may continue and
         donate the state; the next `save` and the end of the script wait for the writing.
-      keep: how many checkpoints to keep: this one and the highest others. None keeps all.
+      keep: the number of checkpoints to keep: this one and the highest others. None keeps all.
       overwrite: replace an existing checkpoint of this step.
 
     Returns:
@@ -58,10 +58,10 @@ def save(
 
     Raises:
       CheckpointError: (on every rank) writing failed, of this checkpoint or of an earlier one in the background (the
-        error names the rank and the cause), or another job saves into the directory, or the ranks' states differ.
-      FileExistsError: there is a checkpoint of this step.
-      TypeError: a leaf that cannot be saved.
-      ValueError: a bad argument: an empty path, a URL, a state that contains itself, …
+        error names the rank and the cause), a different job saves into the directory, or the ranks' states differ.
+      FileExistsError: a checkpoint of this step exists.
+      TypeError: a leaf cannot be saved.
+      ValueError: an argument is invalid: an empty path, a URL, a state that contains itself, …
       ImportError: (on every rank) orbax is not installed.
 
     Example:
@@ -91,14 +91,14 @@ def save(
 
     errors, advice = (
         (CheckpointError, FileExistsError, ValueError, TypeError, ImportError),
-        "Give it alike on every rank",
+        "Pass the same on every rank",
     )
     (final, leaves), told = on_every_rank(ctx, "save", prepare, raises=errors, advice=lambda _: advice)
     if ctx.size > 1:
         _compare(ctx, leaves)
     parts = [_part(ctx, name, x, copy=not wait) for name, x in leaves.items()]
     token = told[0]
-    # Its name is new: the leftovers of a killed job are in nobody's way.
+    # A new name, so leftovers of a killed job do not matter.
     temporary = final.with_name(f"{step}.{token}{directory.UNFINISHED}")
 
     def write() -> None:
@@ -123,13 +123,13 @@ def save(
 
 
 def _check(leaves: dict[Name, Any], step: Any, keep: Any) -> None:
-    """Refuse what cannot be saved, before anything is written."""
+    """Refuse leaves that cannot be saved, before writing anything."""
     if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or step < 0:
-        raise ValueError(f"save(step={step!r}): a checkpoint is named by an integer, 0 or more")
+        raise ValueError(f"save(step={step!r}): expected an integer, 0 or more")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise ValueError(f"save(keep={keep!r}): a number of checkpoints, 1 or more, or None for all")
+        raise ValueError(f"save(keep={keep!r}): expected 1 or more checkpoints, or None for all")
     if not leaves:
-        raise ValueError("the state has no leaves: there is nothing to save")
+        raise ValueError("the state has no leaves to save")
     for name, x in leaves.items():
         if why := refusal(x):
             raise TypeError(f"leaf {'.'.join(name)} can't be saved: {why}")
@@ -138,7 +138,7 @@ def _check(leaves: dict[Name, Any], step: Any, keep: Any) -> None:
 
 
 def _make_ready(final: Path, overwrite: bool) -> None:
-    """Make the directory and own it (root only)."""
+    """Create the directory and lock it (root only)."""
     path = final.parent
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -149,13 +149,12 @@ def _make_ready(final: Path, overwrite: bool) -> None:
         raise CheckpointError(f"can't write into {path}: {error}") from error
     if final.exists() and not overwrite and final.resolve() not in directory.passed_over:
         raise FileExistsError(
-            f"there is a checkpoint of this step, {final}: restore it, save into a different directory, or replace it "
-            "with overwrite=True"
+            f"{final} already exists: restore it, save into a different directory, or replace it with overwrite=True"
         )
 
 
 def _compare(ctx: Context, leaves: dict[Name, Any]) -> None:
-    """Check that leaves have the same type and shape on every rank, and the same value unless each rank has a part."""
+    """Check that types, shapes and (unless each rank has a part) values agree on all ranks."""
     seen: dict[str, Any] = {}
     for name, x in leaves.items():
         label = ".".join(name)
@@ -168,19 +167,19 @@ def _compare(ctx: Context, leaves: dict[Name, Any]) -> None:
     try:
         sync.compare(ctx, seen, "save", "the ranks would save different states: leaf ")
     except SyncError as error:
-        raise CheckpointError(f"{error}. A value of one rank's own can be made from ctx.rank after restore") from None
+        raise CheckpointError(f"{error}. Compute per-rank values from ctx.rank after restore") from None
 
 
 class _Part(NamedTuple):
-    """A leaf on its way to disk."""
+    """A leaf to be written."""
 
     name: Name
-    leaf: Leaf  # as the manifest has it, without the digest
-    value: Any = None  # the array that this rank writes, or a part of
+    leaf: Leaf  # as in the manifest, without the digest
+    value: Any = None  # the array that this rank writes, whole or in part
 
 
 def _part(ctx: Context, name: Name, x: Any, copy: bool) -> _Part:
-    """Prepare a leaf for writing; copy it if the training goes on meanwhile."""
+    """Prepare a leaf for writing; copy it if training continues meanwhile."""
     if type(x) in PYTHON:
         return _Part(name, Leaf(kind_of(x), str(x) if isinstance(x, str) else x))
     key = str(jax.random.key_impl(x)) if is_key(x) else None

@@ -15,14 +15,14 @@ app = typer.Typer(
     help="Launch and inspect data-parallel JAX programs.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,  # "[rank]" is meant as it is
+    rich_markup_mode=None,  # "[rank]" is literal text
     pretty_exceptions_show_locals=False,
 )
 
 
 @app.callback()
 def main(context: typer.Context) -> None:
-    # `run` goes on without a KeyboardInterrupt: it has nothing to clean up until it catches signals itself.
+    # `run` does not need KeyboardInterrupt: it has nothing to clean up before it catches signals.
     if context.obj is not None and context.invoked_subcommand != "run":
         context.obj()
 

@@ -19,7 +19,7 @@ def export(
     ] = None,
 ) -> None:  # fmt: skip
     """Write the arrays of a checkpoint to one file, with names like params.layer.kernel."""
-    # Here, not above: `jaxdist run` needs none of it.
+    # Import here, since `jaxdist run` does not need these.
     from jaxdist.checkpoint import read_all, write
     from jaxdist.errors import CheckpointError
 
@@ -32,7 +32,7 @@ def export(
             found = {name.removeprefix(f"{only}."): x for name, x in leaves.items() if name.startswith(f"{only}.")}
             if not found:
                 tops = ", ".join(sorted({name.partition(".")[0] for name in leaves}))
-                raise ValueError(f"--only: nothing below {only!r} in {checkpoint}; there are: {tops}")
+                raise ValueError(f"--only: nothing below {only!r} in {checkpoint}; top level: {tops}")
             leaves = found
         count = write(out, leaves, {old: new for old, _, new in pairs})
     except (ValueError, OSError, ImportError, CheckpointError) as problem:

@@ -1,4 +1,4 @@
-"""`jaxdist info`: the ranks of a job, the versions, and what is missing with the command that installs it."""
+"""`jaxdist info`: ranks of a job, versions, and missing packages with commands to install them."""
 
 import importlib.metadata
 import json
@@ -20,7 +20,7 @@ _PACKAGES = ("jaxdist", "jax", "jaxlib", "numpy", "optax", "flax", "grain", "orb
 
 
 class Check(NamedTuple):
-    """Something that was looked at: whether it is well, what was seen, and what puts it right."""
+    """A check: whether it passed, the finding, and how to fix it."""
 
     name: str
     ok: bool
@@ -33,25 +33,25 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON obje
 
     It also works as a rank of a job: `srun jaxdist info`.
     """
-    # Here, not above: `jaxdist run` needs none of it.
+    # Import here, since `jaxdist run` does not need these.
     from jaxdist.collectives.public import barrier
     from jaxdist.runtime.context import init
 
     try:
         ctx = init()
     except (ValueError, RuntimeError, ImportError) as error:
-        _write({"problem": in_words(error), "job": {}, "ranks": []}, as_json)  # what is missing may be why
+        _write({"problem": in_words(error), "job": {}, "ranks": []}, as_json)  # perhaps a package is missing
         raise typer.Exit(1) from None
     ranks = ctx.control.exchange("jaxdist info", _this_rank(ctx))
     if ctx.is_root:
         job = {"processes": ctx.size, "devices": ctx.num_devices}
         job |= {"connector": ctx.connector.name, "communicator": str(ctx.communicator), "assumed": _speeds(ctx.kind)}
         _write({"problem": "", "job": job, "ranks": ranks}, as_json)
-    barrier()  # arrays do move, or this says what is wrong
+    barrier()  # test that arrays can be sent, or raise
 
 
 def versions() -> dict[str, str]:
-    """Of what matters to a bug report, by name; "" if it is not installed."""
+    """Return versions that matter in a bug report, by name, or "" if not installed."""
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     found |= {name: _version(name) for name in _PACKAGES}
     found["CUDA plugin"] = _version("jax-cuda13-plugin") or _version("jax-cuda12-plugin")
@@ -59,7 +59,7 @@ def versions() -> dict[str, str]:
 
 
 def checks() -> Iterator[Check]:
-    """All of this machine. Starts no JAX backend and no MPI in this process."""
+    """Yield checks of this machine, without a JAX backend or MPI in this process."""
     mpirun, library = find_mpirun(), mpi_library()
     yield Check("mpirun", mpirun is not None, f"{mpirun.version}, {mpirun.path}" if mpirun else "none", site.install())
     load = site.LOAD if mpirun and _version("mpi4py") else site.install()
@@ -79,7 +79,7 @@ def checks() -> Iterator[Check]:
 
 
 def show(checked: Iterable[Check]) -> None:
-    """Prints a line for each check, and one for what puts it right."""
+    """Print a line per check, and one with the fix if it failed."""
     for one in checked:
         print(f"{'ok ' if one.ok else 'fix'} {one.name}: {one.seen}" + f"\n      {one.fix}" * (not one.ok))
 
@@ -94,7 +94,7 @@ def _version(name: str) -> str:
 def _mpi4jax(library: str) -> Check:
     if not (version := _version("mpi4jax")):
         return Check("mpi4jax", False, "not installed: communicator mpi is not available", site.install())
-    # Its compiled part may have been built for another MPI or JAX: ask in another process.
+    # Its compiled part may be for a different MPI or JAX: test it in a new process.
     done = python_probe("import mpi4jax")
     if done is not None and done.returncode == 0:
         return Check("mpi4jax", True, version)
@@ -111,7 +111,7 @@ def _this_rank(ctx: Any) -> dict[str, Any]:
 
 
 def _speeds(kind: Any) -> str:
-    """What weighs sending against computing, of `jaxdist.machine.Kind`."""
+    """Format the speeds of `jaxdist.machine.Kind` that weigh sending against computing."""
     rates = f"{kind.link / 1e9:.3g} GB/s within a host, {kind.network / 1e9:.3g} GB/s between hosts"
     return f"{kind.name}, {kind.flops / 1e9:.4g} GFLOP/s, {rates}"
 

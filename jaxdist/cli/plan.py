@@ -1,4 +1,4 @@
-"""`jaxdist plan`: what a step takes on devices that are not here, as tables or JSON."""
+"""`jaxdist plan`: memory, communication and time of a step on other devices, as tables or JSON."""
 
 import ast
 import importlib
@@ -51,12 +51,12 @@ def plan(
     from jaxdist.planning.fitting import fit
     from jaxdist.planning.planned import plan as make_plan
 
-    jax.config.update("jax_platforms", "cpu")  # a GPU that is here is not for this
+    jax.config.update("jax_platforms", "cpu")  # ignore local GPUs
     try:
         if not set(chosen := levels.split(",")) <= {"", "0", "1", "2", "3"}:
-            raise ValueError(f"--levels {levels}: expected numbers from 0 to 3 with commas between them")
+            raise ValueError(f"--levels {levels}: expected comma-separated numbers from 0 to 3")
         if mesh == "auto" and not fitted:
-            raise ValueError("--mesh auto is for --fit, which chooses between meshes")
+            raise ValueError("--mesh auto needs --fit, which chooses between meshes")
         how: dict[str, Any] = {
             "topology": topology,
             "levels": [int(level) for level in chosen if level],
@@ -76,7 +76,7 @@ def plan(
 
 
 def _function(what: str) -> Any:
-    """The function that `module:function` or `file.py:function` names."""
+    """Return the function named by `module:function` or `file.py:function`."""
     name, _, attribute = what.rpartition(":")
     if not name or not attribute:
         raise ValueError(f"{what!r}: expected MODULE:FUNCTION or FILE.py:FUNCTION")
@@ -84,14 +84,14 @@ def _function(what: str) -> Any:
     if file is not None and not file.is_file():
         raise ValueError(f"no such file: {name} (looked in {Path.cwd()})")
     sys.path.insert(0, str((file.parent if file else Path()).resolve()))  # as Python does for a script
-    sys.argv = [name]  # a script may read its own
+    sys.argv = [name]  # a script may read its arguments
     module = file.stem if file else name
     try:
         function = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0] and error.name != module:
-            raise  # something that it imports
-        raise ValueError(f"no such module: {name} (looked in {Path.cwd()} and where Python does)") from None
+            raise  # one of its own imports
+        raise ValueError(f"no such module: {name} (looked in {Path.cwd()} and on Python's path)") from None
     if not callable(function):
         raise ValueError(f"{name} has no function {attribute!r}")
     return function

@@ -1,4 +1,4 @@
-"""`jaxdist plot`: the metrics and the throughput of runs as one picture."""
+"""`jaxdist plot`: metrics and throughput of runs in one picture."""
 
 import math
 import statistics
@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 _RATES = {"tokens_per_s": "tokens per second", "examples_per_s": "examples per second"}
-_DECADES = 100.0  # largest / smallest value from which a metric is drawn on a logarithmic axis
-_PARTS = 50  # of a curve, over each of which a running median is taken
+_DECADES = 100.0  # ratio of extreme values above which an axis is logarithmic
+_PARTS = 50  # number of parts of a curve, each with its own running median
 
 
 def plot(
@@ -37,14 +37,14 @@ def plot(
         target = out or runs[0] / "metrics.png"
         draw(logs, {**{name: name for name in names}, **{k: v for k, v in _RATES.items() if k in logged}}, target, dark)
     except ImportError:
-        raise typer.BadParameter("to draw needs matplotlib: pip install 'jaxdist[plots]'") from None
+        raise typer.BadParameter("plotting needs matplotlib: pip install 'jaxdist[plots]'") from None
     except (ValueError, OSError) as problem:
         raise typer.BadParameter(str(problem)) from None
     print(target)
 
 
 def draw(logs: dict[str, list[dict[str, Any]]], shown: dict[str, str], target: Path, dark: bool) -> None:
-    """A diagram for each name that is shown, with a curve for each run."""
+    """Draw one diagram per name, with one curve per run."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
@@ -72,6 +72,6 @@ def draw(logs: dict[str, list[dict[str, Any]]], shown: dict[str, str], target: P
 
 
 def median(values: Sequence[float]) -> list[float]:
-    """Of the values around each one, so that pauses, spikes and noise don't hide the curve."""
+    """Return running medians, so that pauses, spikes and noise do not hide the curve."""
     around = len(values) // (2 * _PARTS)
     return [statistics.median(values[max(0, i - around) : i + around + 1]) for i in range(len(values))]

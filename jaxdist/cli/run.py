@@ -1,4 +1,4 @@
-"""`jaxdist run`: one program on N ranks, and again if one fails."""
+"""`jaxdist run`: run a program on N ranks, and restart it if a rank fails."""
 
 import itertools
 import os
@@ -14,8 +14,8 @@ from jaxdist.launch.job import LauncherName, choose, launch, program_command
 from jaxdist.launch.output import say
 from jaxdist.launch.processes import Failed
 
-_SOON = 15.0  # seconds: a job that fails within them has made no progress
-_ENOUGH = 6  # such failures in a row
+_SOON = 15.0  # a job that fails within this many seconds has made no progress
+_ENOUGH = 6  # limit on such failures in a row
 
 
 def run(
@@ -62,7 +62,7 @@ def run(
     """
     try:
         if hosts is not None and hostfile is not None:
-            raise ValueError("--hosts and --hostfile both say which hosts: leave one out")
+            raise ValueError("--hosts and --hostfile are mutually exclusive")
         placed = read_hostfile(hostfile) if hostfile else parse_hosts(hosts) if hosts is not None else []
         size = total_ranks(placed, ranks) if placed else ranks or 1
         everywhere = placed, size
@@ -72,7 +72,7 @@ def run(
         command = program_command(script)
         mpirun = choose(launcher, needs_mpi=os.environ.get("JAXDIST_COMMUNICATOR") == "mpi")
         if mpirun is None and not all(host.local for host in placed):
-            raise ValueError(f"ranks on several hosts are started through mpirun: {site.install()}")
+            raise ValueError(f"ranks on several hosts need mpirun: {site.install()}")
         if lanes and lanes % size:
             raise ValueError(f"{size} ranks can't share --lanes {lanes} evenly: {size} does not divide {lanes}")
         if size > 1 or placed:
@@ -82,10 +82,10 @@ def run(
         environment = dict[str, str]()
         if lanes:
             environment["JAXDIST_LANES"] = str(lanes)
-        soon = 0  # failures in a row
+        soon = 0  # quick failures in a row
         for restart in itertools.count():
             environment["JAXDIST_RESTARTS"] = str(restart)
-            failed: list[Failed] = []  # stays empty if it was the user who ended the job
+            failed: list[Failed] = []  # stays empty if the user ended the job
             begin = time.monotonic()
             code = launch(
                 command, size, mpirun, environment,
@@ -98,7 +98,7 @@ def run(
                 left = f"{max_restarts - restart} of --max-restarts {max_restarts} are left"
                 say(f"not restarted: the last {_ENOUGH} starts failed within {_SOON:g} s each. {left}")
                 raise typer.Exit(code)
-            time.sleep(2.0 ** (soon - 2) if soon > 1 else 0)  # a full disk, or a host that is still down, may pass
+            time.sleep(2.0 ** (soon - 2) if soon > 1 else 0)  # a full disk or an unreachable host may recover
             if elastic:
                 placed, size = _again(*everywhere, placed, size, lanes)
             say(f"restart {restart + 1} of {max_restarts}, with {size} rank{'s' * (size > 1)}")
@@ -109,7 +109,7 @@ def run(
 def _again(
     everywhere: list[Host], whole: int, placed: list[Host], size: int, lanes: int | None
 ) -> tuple[list[Host], int]:
-    """The hosts that answer, of all, and the ranks there; if these are the same as before, one rank fewer."""
+    """Return hosts that respond, with their ranks; if nothing changed, use one rank fewer."""
     found = that_answer(everywhere) or placed
     ranks = min(whole, sum(host.slots for host in found)) if found else whole
     same = (found, ranks) == (placed, size)

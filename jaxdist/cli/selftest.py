@@ -1,4 +1,4 @@
-"""`jaxdist test`: does this installation train as it should, here or on several hosts?"""
+"""`jaxdist test`: check that this installation trains correctly, on one or several hosts."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ from jaxdist.connectors import site
 from jaxdist.launch.job import LauncherName
 from jaxdist.launch.mpi import find_mpirun
 
-_TOLERANCE = 1e-10  # of float64
+_TOLERANCE = 1e-10  # for float64
 _STEPS = 3
 
 
@@ -29,17 +29,17 @@ def self_test() -> None:
     """
     if _in_job():
         raise typer.Exit(as_rank())
-    from jaxdist.runtime.devices import visible_gpus  # here: `jaxdist run` needs none of it
+    from jaxdist.runtime.devices import visible_gpus  # import here: `jaxdist run` does not need it
 
-    os.environ.setdefault("JAXDIST_TIMEOUT", "60")  # seconds for ranks that do not come
+    os.environ.setdefault("JAXDIST_TIMEOUT", "60")  # seconds to wait for missing ranks
     ranks = 2 if os.environ.get("JAX_PLATFORMS") == "cpu" else len(visible_gpus()) or 2
     code = 0
     for name, launcher in (("xla", LauncherName.env), ("mpi", LauncherName.mpirun)):
         if name == "mpi" and not _mpi_is_here():
-            print(f"communicator mpi is not here. To have it: {site.install()}")
+            print(f"communicator mpi is not available. To install it: {site.install()}")
             continue
         try:
-            os.environ["JAXDIST_COMMUNICATOR"] = name  # of the ranks
+            os.environ["JAXDIST_COMMUNICATOR"] = name  # for the ranks
             run(["jaxdist", "test"], True, ranks, launcher)
         except typer.Exit as done:
             code = code or done.exit_code
@@ -52,10 +52,10 @@ def self_test() -> None:
 
 
 def _in_job() -> bool:
-    """Whether a launcher started this process."""
+    """Check whether a launcher started this process."""
     try:
         return connectors.choose() != "local"
-    except (ValueError, ImportError):  # it did, and init will say what is missing
+    except (ValueError, ImportError):  # a launcher did, and init will report the missing package
         return True
 
 
@@ -64,7 +64,7 @@ def _mpi_is_here() -> bool:
 
 
 def as_rank() -> int:
-    """Runs the checks on one of the ranks; the root prints them. Returns the exit code."""
+    """Run the checks as one of the ranks; the root prints them. Return the exit code."""
     import jax
 
     from jaxdist.runtime.context import init
@@ -84,7 +84,7 @@ def as_rank() -> int:
 
 
 def _software(ctx: Any) -> Iterator[Check]:
-    """Whether it is the same on all hosts."""
+    """Check that all hosts have the same software."""
     reports = ctx.control.exchange("jaxdist test", (socket.gethostname(), versions()))
     _, root = reports[ctx.root_rank]
     for host, found in dict(reports).items():
@@ -93,7 +93,7 @@ def _software(ctx: Any) -> Iterator[Check]:
 
 
 def _levels(ctx: Any) -> Iterator[Check]:
-    """Some steps at each level, compared with `jax.jit` on one device."""
+    """Train for a few steps at each level, and compare with `jax.jit` on one device."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -104,7 +104,7 @@ def _levels(ctx: Any) -> Iterator[Check]:
 
     def loss_fn(params: Any, x: Any) -> Any:
         hidden = x @ params["in"]
-        hidden = (hidden - hidden.mean(0)) / jnp.sqrt(hidden.var(0) + 1e-3)  # of the whole batch, as BatchNorm
+        hidden = (hidden - hidden.mean(0)) / jnp.sqrt(hidden.var(0) + 1e-3)  # of the whole batch, like BatchNorm
         return jnp.mean((jnp.tanh(hidden) @ params["out"] - x.sum(1, keepdims=True)) ** 2)
 
     def train(transform: Any, tx: Any, batch: Any) -> Any:
@@ -129,4 +129,4 @@ def _levels(ctx: Any) -> Iterator[Check]:
         apart = max(float(np.max(np.abs(np.asarray(a) - b))) for a, b in zip(got, want, strict=True))
         worst = float(np.max(ctx.control.exchange("jaxdist test", apart)))  # NaN is the worst
         seen = f"{_STEPS} steps, {worst:.1e} away from jax.jit on one device; at most {_TOLERANCE:.0e} expected"
-        yield Check(f"ZeRO level {level}", worst <= _TOLERANCE, seen, "report it, with what `jaxdist info` says")
+        yield Check(f"ZeRO level {level}", worst <= _TOLERANCE, seen, "report it with `jaxdist info`'s output")

@@ -1,4 +1,4 @@
-"""The arguments of collectives: what is right, what is wrong with them, and how a call is described to the others."""
+"""The arguments of collectives: validate them, and describe calls for comparison."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Groups = tuple[tuple[int, ...], ...] | None
 
 
 def text(kind: str, options: Mapping[str, Any]) -> str:
-    """A call, for a person and for the comparison of ranks."""
+    """Format a call for people and for the comparison between ranks."""
     return f"{kind}({', '.join(f'{name}={value!r}' for name, value in options.items() if value is not None)})"
 
 
 def checked(
     kind: str, arguments: Mapping[str, Any], size: int, structure: Any, arrays: Sequence[Any]
 ) -> dict[str, Any]:
-    """The arguments of a function of `jaxdist.collectives.in_step`, or the first thing that is wrong with them."""
+    """Return validated arguments for a function of `jaxdist.collectives.in_step`, or raise."""
     options = {"groups": None, **arguments}
     groups = options["groups"] = _groups(kind, options["groups"], size)
     sizes = {size} if groups is None else {len(g) for g in groups}
@@ -51,7 +51,7 @@ def checked(
 
 
 def result_type(op: str, dtype: Any) -> Any:
-    """The dtype of the reduction of arrays of a dtype."""
+    """Return the dtype of a reduction of arrays with this dtype."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         if op in ("min", "max"):
             raise TypeError(f"op {op!r} of {dtype.name}: complex numbers have no order; reduce jnp.abs(x), say")
@@ -73,8 +73,8 @@ def _bad_shape(kind: str, options: Mapping[str, Any], shape: tuple[int, ...], si
     for n in sizes:
         if shape[divided] % n:
             return (
-                f"can't be divided: dimension {divided} has size {shape[divided]}, no multiple of the {n} ranks of the "
-                "group. Pad it, or divide another dimension"
+                f"can't be divided: dimension {divided} has size {shape[divided]}, not a multiple of the {n} ranks of "
+                "the group. Pad it, or use a different dimension"
             )
     return ""
 
@@ -99,7 +99,7 @@ def _groups(kind: str, groups: Any, size: int) -> Groups:
 
 
 def integer(kind: str, name: str, value: Any) -> int:
-    """The value of an argument."""
+    """Return an argument as an integer, or raise."""
     try:
         return operator.index(value)
     except TypeError:
@@ -107,7 +107,7 @@ def integer(kind: str, name: str, value: Any) -> int:
 
 
 def bad(kind: str, problem: str) -> ValueError:
-    """An error to raise."""
+    """Return an error that names rank and call."""
     return ValueError(f"rank {get_context().rank}: {kind}: {problem}")
 
 
@@ -115,7 +115,7 @@ def bad(kind: str, problem: str) -> ValueError:
 
 
 def flat(kind: str, tree: Any) -> tuple[Any, list[Any]]:
-    """Structure and arrays (NumPy's or JAX's) of a tree."""
+    """Return the structure and arrays (NumPy's or JAX's) of a tree."""
     leaves, structure = jax.tree.flatten(tree)
     arrays = []
     for i, leaf in enumerate(leaves):
@@ -149,7 +149,7 @@ def _array(leaf: Any) -> Any:
         if leaf.is_fully_replicated:
             return leaf.addressable_data(0)
         raise TypeError(
-            f"of shape {leaf.shape} is spread over several devices: pass this process's part (x.addressable_data(0)), "
+            f"of shape {leaf.shape} is split over several devices: pass this process's part (x.addressable_data(0)), "
             "or use the collective inside a decorated step"
         )
     if not isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
@@ -167,6 +167,6 @@ def _names(structure: Any) -> list[str]:
 
 
 def describe(call: str, structure: Any, arrays: Sequence[Any]) -> Description:
-    """What must be the same on every rank."""
+    """Describe everything that must be equal on all ranks."""
     shown = (type_text(x.dtype.name, x.shape) for x in arrays)
     return Description(call, tuple(zip(_names(structure), shown, strict=True)))

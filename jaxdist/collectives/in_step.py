@@ -1,11 +1,11 @@
-"""The collectives themselves: what each device does along the axis of data.
+"""The collectives as each device runs them along the data axis.
 
-Inside `jaxdist.per_device` they are part of the step; outside of a step `jaxdist.collectives.outside` runs them as a
-program over one device of each process. Each takes one array and gives each device its result; arguments have been
-checked. With `groups` the devices of each group exchange among themselves, and a device in no group acts alone.
+In `jaxdist.per_device` they are part of the step. Outside a step, `jaxdist.collectives.outside` runs them
+as a program on one device per process. Each takes one array and gives each device its result; arguments
+are already valid. With `groups`, devices exchange within each group, and a device in no group acts alone.
 
-The gradients follow from JAX's rules for what these are made of: those of the sum over devices of what each makes of
-its result, which the step turns into that of the mean of the devices' losses, as for any other code.
+Gradients follow from JAX's rules for the operations used: they differentiate the sum of all
+devices' losses. The step turns that into the gradient of the mean loss, as for any other code.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _OF_BOOLEANS = {"sum": "max", "prod": "min"}
 
 
 def size() -> int:
-    """Number of devices along the axis."""
+    """Return the number of devices along the axis."""
     return lax.axis_size(AXIS)
 
 
 def allreduce(x: Any, op: str, groups: Groups) -> jax.Array:
-    """The reduction of the devices' arrays, on each."""
+    """Reduce over all devices; each gets the result."""
     x = jnp.asarray(x)
     out = result_type(op, x.dtype)
     x = x.astype(out)
@@ -43,7 +43,7 @@ def allreduce(x: Any, op: str, groups: Groups) -> jax.Array:
 
 
 def allgather(x: Any, axis: int, groups: Groups) -> jax.Array:
-    """The devices' arrays along `axis`."""
+    """Concatenate the devices' arrays along `axis`."""
     x = jnp.asarray(x)
     x = x[None] if x.ndim == 0 else x
     axis %= x.ndim
@@ -54,7 +54,7 @@ def allgather(x: Any, axis: int, groups: Groups) -> jax.Array:
 
 
 def reduce_scatter(x: Any, op: str, axis: int, groups: Groups) -> jax.Array:
-    """This device's slice along `axis` of the reduction."""
+    """Return this device's slice along `axis` of the reduction."""
     x = jnp.asarray(x)
     x = x.astype(result_type(op, x.dtype))
     axis %= x.ndim
@@ -72,22 +72,22 @@ def reduce_scatter(x: Any, op: str, axis: int, groups: Groups) -> jax.Array:
 
 
 def broadcast(x: Any, root: int, groups: Groups) -> jax.Array:
-    """The root's array on every device."""
+    """Return the root's array on every device."""
     x = jnp.asarray(x)
-    # To add -0.0 changes no number, not even -0.0.
+    # Adding -0.0 changes no number, not even -0.0.
     moved = _movable(x)
     return allreduce(jnp.where(_is_root(root, groups), moved, -jnp.zeros_like(moved)), "sum", groups).astype(x.dtype)
 
 
 def reduce(x: Any, root: int, op: str, groups: Groups) -> jax.Array:
-    """The reduction on the root; its own array on every other device."""
+    """Return the reduction on the root, and its own array on every other device."""
     x = jnp.asarray(x)
     total = allreduce(x, op, groups)
     return jnp.where(_is_root(root, groups), total, x.astype(total.dtype))
 
 
 def all_to_all(x: Any, split_axis: int, concat_axis: int, groups: Groups) -> jax.Array:
-    """Slice i along `split_axis` goes to device i; what comes is put together along `concat_axis`."""
+    """Send slice i along `split_axis` to device i; join received slices along `concat_axis`."""
     x = jnp.asarray(x)
     split_axis, concat_axis = split_axis % x.ndim, concat_axis % x.ndim
     equal, n = _equal(groups, "all_to_all")
@@ -98,13 +98,13 @@ def all_to_all(x: Any, split_axis: int, concat_axis: int, groups: Groups) -> jax
 
 
 def gather(x: Any, root: int, groups: Groups) -> jax.Array:
-    """The devices' arrays along axis 0 on the root; zeros of that shape on every other device."""
+    """Concatenate along axis 0 on the root; other devices get zeros of that shape."""
     whole = allgather(x, 0, groups)
     return jnp.where(_is_root(root, groups), whole, jnp.zeros_like(whole))
 
 
 def scatter(x: Any, root: int, groups: Groups) -> jax.Array:
-    """This device's slice along axis 0 of the root's array."""
+    """Return this device's slice along axis 0 of the root's array."""
     x = jnp.asarray(x)
     rows = x.shape[0] // _equal(groups, "scatter")[1]
     return all_to_all(x, 0, 0, groups)[root * rows : (root + 1) * rows]
@@ -117,19 +117,19 @@ def _varying(x: Any) -> Any:
 
 
 def _movable(x: Any) -> Any:
-    """With integers of less than a byte as int8: NCCL knows no smaller ones."""
+    """Widen integers of less than a byte to int8, the smallest that NCCL supports."""
     small = x.dtype == bool or (jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8)
     return _varying(x.astype(jnp.int8) if small else x)
 
 
 def _wide(x: Any) -> Any:
-    """In the dtype in which it is added up."""
+    """Convert to the dtype in which to sum."""
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
     return _varying(x.astype(jnp.float32) if narrow else x)
 
 
 def _reduced(x: Any, op: str, groups: Groups) -> Any:
-    """The sum, mean or extreme of numbers."""
+    """Return the sum, mean, max or min of numbers."""
     x = _wide(x)
     kind = "sum" if op == "avg" else op
     if groups is None:
@@ -149,13 +149,13 @@ def _product(x: Any, groups: Groups) -> Any:
 
 
 def _everyone(groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """The groups, and one for each device that is in none."""
+    """Return the groups, plus one for each device in no group."""
     listed = {d for g in groups for d in g}
     return (*groups, *((d,) for d in range(size()) if d not in listed))
 
 
 def _mine(table: Mapping[int, Any], dtype: Any) -> Any:
-    """This device's entry."""
+    """Return this device's entry."""
     return jnp.asarray([table[d] for d in range(size())], dtype)[lax.axis_index(AXIS)]
 
 
@@ -168,13 +168,13 @@ def _is_root(root: int, groups: Groups) -> Any:
 
 
 def _equal(groups: Groups, name: str) -> tuple[list[list[int]] | None, int]:
-    """The groups, if results over them have one shape on all devices, and their size."""
+    """Return groups (if results have one shape on all devices) and their size."""
     if groups is None:
         return None, size()
     full = _everyone(groups)
     if len({len(g) for g in full}) > 1:
         raise ValueError(
             f"{name} inside a step with groups={[list(g) for g in groups]} over {size()} devices: its "
-            "result would have another shape on some devices. Groups of one size that together name every device"
+            "result would have different shapes on some devices. Use groups of one size that cover every device"
         )
     return [list(g) for g in full], len(full[0])

@@ -1,4 +1,4 @@
-"""`send` and `recv`, through the control channel: they need nobody else."""
+"""`send` and `recv`, through the control channel, without other ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxdist.collectives.arguments import bad, describe, flat, integer
 from jaxdist.errors import ControlError, in_words
 from jaxdist.runtime.context import Context
 
-_LOOK = 0.5  # seconds after which a rank that receives looks whether the other one has left
+_LOOK = 0.5  # seconds between checks of a receiver whether the sender has left
 Message = tuple[Description, list[np.ndarray]]
 
 
@@ -30,27 +30,27 @@ class Messages:
         self._to_self: deque[Message] = deque()
 
     def send(self, tree: Any, dst: int) -> None:
-        """Send; does not wait for who receives."""
+        """Send without waiting for the receiver."""
         to = self._rank("send", "dst", dst)
         try:
             structure, arrays = flat("send", tree)
-        except Exception as error:  # the other rank must not wait for it
+        except Exception as error:  # the receiver must not wait for it
             self._put(to, (Description("send", problem=in_words(error)), []))
             raise
         self._put(to, (describe("send", structure, arrays), [np.array(x) for x in arrays]))
 
     @compat.under_no_mesh
     def recv(self, like: Any, src: int) -> Any:
-        """What the source sends next, which must be of these types."""
+        """Return the next message from the source, which must have these types."""
         rank, source = self._ctx.rank, self._rank("recv", "src", src)
-        # An array in place of a type, in memory of no size.
+        # Replace a type by an array that takes no memory.
         typed = lambda x: np.broadcast_to(np.empty((), x.dtype), x.shape) if isinstance(x, jax.ShapeDtypeStruct) else x
         structure, likes = flat("recv", jax.tree.map(typed, like))
         mine = describe("recv", structure, likes)
         theirs, arrays = self._get(source, mine.values())
         if theirs.problem:
             raise ValueError(f"rank {rank}: recv from rank {source}: its send failed there: {theirs.problem}")
-        # Names may differ: the types count, and their order.
+        # Names may differ; types and their order must match.
         if [kind for _, kind in theirs.entries] != [kind for _, kind in mine.entries]:
             raise ValueError(
                 f"rank {rank}: recv(like, src={source}) expects {mine.values()}, and rank {source} sent "
@@ -68,7 +68,7 @@ class Messages:
         ctx = self._ctx
         if source == ctx.rank:
             if not self._to_self:
-                raise ValueError(f"rank {source}: recv from itself, and nothing was sent: call send before")
+                raise ValueError(f"rank {source}: recv from itself, but nothing was sent: call send first")
             return self._to_self.popleft()
         name, end = self._name(source, ctx.rank), time.monotonic() + ctx.timeout
         while True:

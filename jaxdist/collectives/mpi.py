@@ -1,4 +1,4 @@
-"""MPI calls from Python, outside of programs: whether all ranks make the same call, and the commonest sums."""
+"""MPI calls from Python, outside programs: compare calls between ranks, and run common sums."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from jaxdist.communicators.mpi_groups import library, world
 from jaxdist.errors import ControlError
 from jaxdist.runtime.context import Context
 
-_SPIN = 1e-4  # seconds before a rank that waits lets others have its core
-_NAP = 1e-3  # seconds of sleep at most between two tests
-_ELSEWHERE = 2.0  # seconds after which a rank seen in another call is not just ahead of this one
-_WAITING = "waiting for an eager collective"  # tag of the exchange that finds out who is missing
-_PIECE = 1 << 22  # bytes of one message: most of it stays in a core's cache
+_SPIN = 1e-4  # seconds before a waiting rank yields its core
+_NAP = 1e-3  # longest sleep between two tests, in seconds
+_ELSEWHERE = 2.0  # seconds after which a rank in a different call is not just ahead
+_WAITING = "waiting for an eager collective"  # tag of the exchange that finds missing ranks
+_PIECE = 1 << 22  # bytes per message: most of it stays in a core's cache
 _OPS = {"sum": "SUM", "avg": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX"}
 
 
 class HostMpi:
-    """The calls of one context, through a communicator of their own.
+    """The calls of one context, through a separate communicator.
 
-    Programs run in XLA's threads, so that their messages are in no order with these.
+    Programs run in XLA's threads, so their messages have no fixed order relative to these.
     """
 
     def __init__(self, ctx: Context):
@@ -36,21 +36,21 @@ class HostMpi:
         self._broken = ""
 
     def same(self, fingerprint: int, what: str) -> bool:
-        """Whether all ranks have this fingerprint; waits for them. The control channel takes 30 times as long."""
+        """Check whether all ranks have this fingerprint, 30 times faster than by the channel."""
         if self._broken:
             raise ControlError(
-                f"rank {self._ctx.rank}: {what} comes after one that failed ({self._broken}): the ranks' calls no "
-                "longer fit together, start the job again"
+                f"rank {self._ctx.rank}: {what} follows a call that failed ({self._broken}), so the calls no "
+                "longer match across ranks. Restart the job"
             )
-        if self._comm is None:  # making a communicator knows no timeout: see first that everyone is there
+        if self._comm is None:  # creating a communicator has no timeout: wait for everyone first
             self._control.exchange("the first eager collective", None, self._ctx.timeout)
             pairs = world(self._ctx.rank)
-            # Of the communicator that the group is from: MPICH 4.0 crashes on another one's.
+            # Use the communicator that the group comes from: MPICH 4.0 crashes on any other.
             self._comm = pairs.Create_group(pairs.Get_group(), 7000)
         self._mine[:] = fingerprint, ~fingerprint
         try:
             if _WAITING in self._control.notices:
-                self._ask(what)  # the others gave up before this rank came
+                self._ask(what)  # the others gave up before this rank arrived
             self._wait(self._comm.Iallreduce(self._mine, self._all, op=library().MAX), what)
         except BaseException as error:
             self._broken = str(error) or type(error).__name__
@@ -59,9 +59,9 @@ class HostMpi:
         return high == ~low
 
     def _wait(self, request: Any, what: str) -> None:
-        """Until all have come. After the timeout, or soon if others are seen in another call, ask who is missing."""
+        """Wait for all ranks. After the timeout, or soon if others make a different call, ask."""
         start = asked = time.monotonic()
-        elsewhere = math.inf  # when others were first seen in another call
+        elsewhere = math.inf  # when others were first seen in a different call
         while not request.Test():
             now, notices = time.monotonic(), self._control.notices
             elsewhere = min(elsewhere, now) if notices else math.inf
@@ -75,7 +75,7 @@ class HostMpi:
                 time.sleep(min(_NAP, (now - start) / 10))
 
     def _ask(self, what: str) -> None:
-        """Who is missing? Raises, unless everyone waits as this rank does."""
+        """Find missing ranks, and raise unless every rank is waiting as this one is."""
         try:
             self._control.exchange(_WAITING, None, self._grace)
         except ControlError as error:
@@ -84,14 +84,14 @@ class HostMpi:
             ) from None
 
     def allreduce(self, x: np.ndarray, op: str) -> jax.Array:
-        """The reduction over all ranks.
+        """Reduce over all ranks.
 
-        To dispatch a program takes as long as a message of 64 KiB, and the pages of a large result, new to the process,
-        more than all messages. NumPy asks for huge ones.
+        Dispatching a program takes as long as a message of 64 KiB. Fresh pages for a large result
+        take longer than all messages, but NumPy asks for huge pages.
         """
-        compat.release_dropped()  # the memory of the last result serves for this one
+        compat.release_dropped()  # reuse the memory of the last result
         memory = np.empty(x.nbytes + 64, np.uint8)
-        start = -memory.ctypes.data % 64  # JAX copies what is not aligned
+        start = -memory.ctypes.data % 64  # JAX copies unaligned arrays
         given, out = np.ascontiguousarray(x).reshape(-1), memory[start : start + x.nbytes].view(x.dtype)
         step = _PIECE // x.itemsize
         for i in range(0, x.size, step):
@@ -102,5 +102,5 @@ class HostMpi:
 
 
 def reduces(op: str, dtype: np.dtype[Any]) -> bool:
-    """Whether MPI's operation is the right one: not all types are MPI's, and its extremes lose NaN."""
+    """Check whether MPI's reduction is right: it lacks some types, and its extremes lose NaN."""
     return op != "avg" if dtype.kind in "iu" else dtype.char in "fdFD" and op not in ("min", "max")

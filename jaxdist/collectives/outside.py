@@ -1,6 +1,6 @@
-"""Collectives between processes, outside of a step: the ranks agree that they make the same call, then a program runs.
+"""Collectives between processes, outside a step: the ranks agree on the call, then run a program.
 
-The program is the function for a step, of `jaxdist.collectives.in_step`, over one device of each process.
+The program is a function of `jaxdist.collectives.in_step`, over one device per process.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from jaxdist.mesh import AXIS
 from jaxdist.runtime import gloo
 from jaxdist.runtime.context import Context, get_context
 
-_ADVICE = "Nothing was sent. Every rank must come with the same shapes and dtypes"
+_ADVICE = "Nothing was sent. Every rank must pass the same shapes and dtypes"
 _LINEAR = ("allreduce", "allgather", "reduce_scatter", "all_to_all")
 
 
 def collective(kind: str, tree: Any, arguments: dict[str, Any]) -> Any:
-    """What this process gets, of the structure of the tree."""
+    """Run a collective, and return this process's result with the structure of the tree."""
     outside = get_context().only(Outside)
     leaves, structure = jax.tree.flatten(tree)
     traced = [i for i, x in enumerate(leaves) if isinstance(x, Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -63,12 +63,12 @@ Program = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
 
 
 class _Plan(NamedTuple):
-    """What is known of a call from its arguments and the types of its arrays."""
+    """The facts about a call that follow from its arguments and types."""
 
     description: Description
-    members: tuple[int, ...]  # the ranks with which this one exchanges
-    root: int | None  # the one that gets the result, where the others keep their own
-    op: str  # that MPI applies to the host's memory; "": a program does it
+    members: tuple[int, ...]  # the ranks that exchange with this one
+    root: int | None  # the only rank that gets the result; others keep their arrays
+    op: str  # MPI's operation on host memory, or "" to run a program
     program: Program
 
 
@@ -79,7 +79,7 @@ class Outside:
         self._ctx = ctx
         self._debug = os.environ.get("JAXDIST_DEBUG", "0") not in ("", "0")
         self._number = 0
-        self._lock = threading.Lock()  # of threads that call at once, the order is still to be the same on every rank
+        self._lock = threading.Lock()  # threads must keep one order on all ranks
         self._turns, self._ledger = ctx.only(Turns), ctx.only(Ledger)
         self._remembered = functools.lru_cache(maxsize=1024)(self._plan)
         self._first = {d.process_index: d for d in reversed(ctx.devices)}  # of each process
@@ -87,7 +87,7 @@ class Outside:
 
     @compat.under_no_mesh
     def run(self, kind: str, tree: Any, arguments: dict[str, Any], types: tuple[Any, ...] | None = None) -> Any:
-        """Make a call; with types, its gradient: of arrays of these types, from cotangents of its results."""
+        """Make a call; with `types`, its gradient for arrays of these types, given cotangents."""
         with self._lock:
             self._number += 1
             self._turns.begin()
@@ -115,7 +115,7 @@ class Outside:
         groups = options.pop("groups")
         members = tuple(range(ctx.size)) if groups is None else next((g for g in groups if ctx.rank in g), (ctx.rank,))
         if "root" in options:
-            options["root"] %= len(members)  # of a rank alone: itself
+            options["root"] %= len(members)  # a rank alone is its own root
         root = members[options["root"]] if kind in ("reduce", "gather") else None
         whole = self._mpi is not None and kind == "allreduce" and groups is None and not backward
         op = options["op"] if whole and all(reduces(options["op"], x.dtype) for x in arrays) else ""
@@ -125,7 +125,7 @@ class Outside:
         return _Plan(description, members, root, op, program)
 
     def _agree(self, mine: Description) -> None:
-        """Wait for all ranks; raises, on each that has no problem of its own, unless all come with the same call."""
+        """Wait for all ranks; raise unless all make the same call (a rank with a problem returns)."""
         ctx, number = self._ctx, f"eager collective {self._number}"
         what, entry = f"{mine} ({number})", Entry(mine.fingerprint.to_bytes(8, "little"), str(mine))
         if self._debug:
@@ -151,8 +151,8 @@ class Outside:
         parts = [out.addressable_data(0) for out in plan.program([jax.device_put(x, device) for x in arrays])]
         self._turns.dispatched(parts[0])
         if plan.root not in (None, self._ctx.rank):
-            return [x if isinstance(x, jax.Array) else jnp.array(x) for x in arrays]  # NumPy's may be changed
-        # On CPUs as any array that the user makes: not bound to a device. The memory is the same.
+            return [x if isinstance(x, jax.Array) else jnp.array(x) for x in arrays]  # NumPy's may change
+        # On CPUs, return an array like the user's own, not bound to a device. It shares memory.
         return [jax.device_put(np.asarray(part)) for part in parts] if device.platform == "cpu" else parts
 
 
@@ -165,7 +165,7 @@ def _program(
     devices: tuple[Any, ...],
     communicator: str,
 ) -> Program:
-    """What makes a call between devices; each process passes the arrays of its own one."""
+    """Build the program of a call between devices; each process passes the arrays of its device."""
     mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
     each = NamedSharding(mesh, P())  # a lie that spares a reshape: each device holds its own
     function = functools.partial(getattr(in_step, kind, lambda x: x), **dict(options), groups=None)
@@ -189,10 +189,10 @@ def _program(
 
 
 def _refuse_what_is_summed(kind: str, leaves: Sequence[Any]) -> None:
-    """What a decorated step returns is of the whole batch already: the commonest slip of who comes from DDP."""
+    """Refuse step results, which cover the whole batch already: a common slip of DDP users."""
     if any(isinstance(x, jax.Array) and x.is_fully_replicated and not x.is_fully_addressable for x in leaves):
         raise ValueError(
-            f"jaxdist.{kind} of an array that every process has complete, as a decorated step returns it: it is of the "
-            "whole batch already, and a sum over the ranks would count it once for each. Leave the call out (or pass "
-            "np.asarray(x), if that sum is what you want)"
+            f"jaxdist.{kind} of an array that every process has in full, such as a step's result: it covers the "
+            "whole batch already, so a sum over ranks would count it once per rank. Omit the call (or pass "
+            "np.asarray(x), if you want that sum)"
         )

@@ -1,4 +1,4 @@
-"""Collectives on arrays, lists and pytrees: between processes, or inside a decorated step between devices."""
+"""Collectives on arrays and pytrees: between processes, or between devices in a step."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def send(x: Any, dst: int) -> None:
 
 
 def recv(like: Any, src: int) -> Any:
-    """Receive the arrays that another process passes to `send`. Not allowed inside a step.
+    """Receive the arrays that a different process passes to `send`. Not allowed inside a step.
 
     Args:
       like: array, `jax.ShapeDtypeStruct`, Python number, or a pytree of them, with the expected shapes and dtypes.
@@ -317,8 +317,8 @@ def _collective(kind: str, tree: Any, **arguments: Any) -> Any:
         return jax.tree.unflatten(structure, [getattr(in_step, kind)(x, **options) for x in leaves])
     if inside_step():
         raise StepError(
-            f"jaxdist.{kind} inside a step, which is what one device does with the whole batch: sums and means over "
-            "the batch need no collective. Code for each device belongs in jaxdist.per_device"
+            f"jaxdist.{kind} inside a step, which runs as on one device with the whole batch: sums and means over "
+            "the batch need no collective. Put code for each device in jaxdist.per_device"
         )
     return outside.collective(kind, tree, arguments)
 
@@ -326,5 +326,5 @@ def _collective(kind: str, tree: Any, **arguments: Any) -> Any:
 def _refuse_in_a_step(kind: str) -> None:
     if inside_step() or on_device():
         raise TypeError(
-            f"jaxdist.{kind} inside a step: all devices run one program, so none sends alone; use jax.lax.ppermute"
+            f"jaxdist.{kind} inside a step: all devices run one program, so one cannot send alone. Use jax.lax.ppermute"
         )

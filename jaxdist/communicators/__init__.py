@@ -1,4 +1,4 @@
-"""Communicators: how arrays move. Each is a table of lowering rules for the collectives of a step."""
+"""Communicators: tables of lowering rules that send the arrays of a step's collectives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxdist.mesh import axes_of_mesh, ranks_of
 
 Rule = Callable[..., Any]
 Rules = Mapping[str, Rule]
-"""A communicator of one's own, for `jaxdist.init`: how some collectives of a step are lowered, the others as by XLA.
+"""A custom communicator for `jaxdist.init`: rules for some collectives; XLA lowers the others.
 
 Each rule is traced into the step's program on each device, inside a ``shard_map`` over the mesh axis ``"data"``:
 
@@ -25,9 +25,9 @@ Each rule is traced into the step's program on each device, inside a ``shard_map
 | ``all_reduce`` | ``(x, wire=dtype or None)`` | the sum over the devices |
 | ``reduce_scatter`` | ``(x, dim=, devices=, wire=)`` | this device's slice of the sum along `dim`, then zeros |
 | ``all_gather`` | ``(x, dim=, size=, devices=)`` | the slices along `dim` together, the first `size` entries |
-| ``all_to_all`` | ``(x, split_axis=, concat_axis=)`` | as of ``lax.all_to_all(..., tiled=True)`` |
-| ``max``, ``min`` | ``(x,)`` | over the devices; NaN if one has it |
-| ``permute`` | ``(x, perm=)`` | as of ``lax.ppermute`` |
+| ``all_to_all`` | ``(x, split_axis=, concat_axis=)`` | like ``lax.all_to_all(..., tiled=True)`` |
+| ``max``, ``min`` | ``(x,)`` | the extreme over the devices; NaN if one has it |
+| ``permute`` | ``(x, perm=)`` | like ``lax.ppermute`` |
 
 Collectives over other axes stay XLA's; with ``zero(..., within=)``, the axis ``"data"`` spans one group.
 """
@@ -36,16 +36,16 @@ NAMES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "max", "min
 
 
 def check(rules: Rules) -> None:
-    """Refuse what is no table of rules."""
+    """Refuse an invalid table of rules."""
     for name, rule in rules.items():
         if name not in NAMES:
-            raise ValueError(f"communicator={{{name!r}: ...}}: there is no such collective; valid: {', '.join(NAMES)}")
+            raise ValueError(f"communicator={{{name!r}: ...}}: unknown collective; valid: {', '.join(NAMES)}")
         if not callable(rule):
             raise ValueError(f"communicator={{{name!r}: {rule!r}}}: expected a function")
 
 
 def lowering(communicator: str | Rules, mesh: Mesh) -> Interpreter:
-    """What a communicator makes of a step: an interpreter of its jaxpr, used once, in program order."""
+    """Return the interpreter with which a communicator runs a step, once, in program order."""
     if not isinstance(communicator, str) or communicator == "xla":
         from jaxdist.communicators.xla import GlooLowering, XlaLowering
 
@@ -59,38 +59,38 @@ def lowering(communicator: str | Rules, mesh: Mesh) -> Interpreter:
         from jaxdist.communicators.lanes import LanesLowering
 
         return LanesLowering()
-    raise ValueError(f"unknown communicator {communicator!r}; there are 'xla', 'lanes' and 'mpi'")
+    raise ValueError(f"unknown communicator {communicator!r}; valid: 'xla', 'lanes', 'mpi'")
 
 
 def default_bucket_bytes(communicator: str | Rules, mesh: Mesh, machine: Machine) -> int:
-    """How many bytes of gradients travel together if the user does not say.
+    """Return the default size of gradient buckets in bytes.
 
-    Measured on CPU processes (``benchmarks/buckets.py``): a message costs gloo about 0.1 ms and MPI 0.01 ms, and from 1
-    MiB a tensor the copy costs more. Between virtual devices of one process it costs little as well. On GPUs XLA's own
-    combiner does it: it merges the reductions without copying them (see ``docs/per-device.md``).
+    On CPU processes (``benchmarks/buckets.py``), a message costs gloo about 0.1 ms and MPI 0.01 ms;
+    from 1 MiB per tensor, the copy costs more. Virtual devices of one process also have cheap
+    messages. On GPUs, XLA's combiner merges reductions without copying (see ``docs/per-device.md``).
     """
     if not machine.kind.is_cpu:
         return 0
     return 1 << 20 if communicator in ("mpi", "lanes") or _over_gloo(mesh) else 1 << 18
 
 
-# Seen in the schedules that it makes for 8 H100s of a 12-layer transformer (`jaxdist plan`, see docs/plan.md).
-_FOR_GPUS: tuple[dict[str, Any], ...] = (  # each under the names that versions of XLA have for it
-    # On the A100 and older it is off, and nothing is hidden.
+# As seen in schedules of a 12-layer transformer for 8 H100s (`jaxdist plan`, docs/plan.md).
+_FOR_GPUS: tuple[dict[str, Any], ...] = (  # names in different XLA versions
+    # This is off by default on the A100 and older, where nothing would overlap.
     {"xla_gpu_enable_latency_hiding_scheduler": True},
-    # A reduction at the end of a loop's body runs beside the next turn. (XLA does it for reduce-scatters by itself.)
+    # Overlap a reduction at the end of a loop's body with the next turn, like reduce-scatters.
     {
         "xla_gpu_enable_pipelined_all_reduce": True,  # jax 0.10
         "xla_gpu_pipeline_all_reduce": "COLLECTIVE_PIPELINING_MODE_ON",  # 0.12
     },
-    # 30 MB by default: gathers of two layers become one, that starts when the second may and ends before the first is
-    # used. Reductions may wait for each other.
+    # The default of 30 MB merges the gathers of two layers: the result starts when the second may,
+    # and ends before the first is used. Reductions may wait for each other.
     {"xla_gpu_all_gather_combine_threshold_bytes": 4 << 20},
 )
 
 
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """What XLA is told so that messages travel while GPUs compute, but for what the user says in ``XLA_FLAGS``."""
+    """Return XLA options to overlap messages with GPU computation, unless ``XLA_FLAGS`` has them."""
     if mesh.devices.flat[0].platform == "cpu":
         return {}
     own = os.environ.get("XLA_FLAGS", "")

@@ -1,4 +1,4 @@
-"""A reduction as an exchange of parts: what the wire can't reduce itself, or not right, moves and is added up here."""
+"""Reductions by exchanging parts and adding locally, for wires that cannot reduce (correctly)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Move = Callable[[Any], Any]
 
 
 def rules(among: Callable[[JaxprEqn], tuple[int, Move, Move, Callable[..., Any]]]) -> dict[Primitive, Rule]:
-    """Those (see `ir.interpreter`) of the collectives that placements emit. `among`: how many devices each is between,
-    their all-to-all of the rows of an array, their all-gather, and their sum of ``(x, wire)``."""
+    """Return rules (see `ir.interpreter`) for collectives from placements. `among` gives the number
+    of devices, and their all-to-all of an array's rows, all-gather, and sum of ``(x, wire)``."""
 
     def all_reduce(_: Any, eqn: JaxprEqn, x: Any) -> Any:
         return among(eqn)[3](x, eqn.params["wire"]) if x.size else jnp.zeros(x.shape, x.dtype)
@@ -33,10 +33,10 @@ def rules(among: Callable[[JaxprEqn], tuple[int, Move, Move, Callable[..., Any]]
 
 
 def all_reduce(x: Any, wire: str, size: int, all_to_all: Move, all_gather: Move) -> Any:
-    """The sum of `x` over the devices, its bytes in another dtype on the wire.
+    """Sum `x` over the devices, with a different dtype on the wire.
 
-    Each device adds up one part of it in float32 (or wider, as `x` is): rounded when the parts are sent and when the
-    sum is, however many devices there are.
+    Each device sums one part in float32 (or the wider dtype of `x`). Rounding happens twice, when
+    parts and when sums are sent, for any number of devices.
     """
     mine = added_up(slices(x.reshape(-1), 0, size), wire, all_to_all)
     whole = all_gather(mine.astype(wire)).reshape(-1)
@@ -44,13 +44,13 @@ def all_reduce(x: Any, wire: str, size: int, all_to_all: Move, all_gather: Move)
 
 
 def added_up(parts: Any, wire: Any, all_to_all: Move) -> Any:
-    """The sum of the devices' parts for this one, of which each device has `parts`, one for each."""
+    """Sum this device's parts over all devices, given `parts` for each device."""
     wide = _wide(parts.dtype)
     return summed(all_to_all(parts.astype(wire)).astype(wide))
 
 
 def summed(parts: Any) -> Any:
-    """The sum over the first dimension, by a binary tree: neighbours first. In float32 or wider."""
+    """Sum over the first dimension by a binary tree, neighbors first, in float32 or wider."""
     parts = parts.astype(_wide(parts.dtype))
     while (n := len(parts)) > 1:
         pairs = parts[: n - n % 2].reshape(n // 2, 2, *parts.shape[1:])
@@ -63,7 +63,7 @@ def _wide(dtype: Any) -> Any:
 
 
 def bits(x: Any) -> tuple[Any, Move]:
-    """`x` in a dtype that every wire moves, bit for bit, and the way back."""
+    """Return `x` in a dtype that every wire sends bit for bit, and a function to convert back."""
     if x.dtype == bool:
         return x.astype(jnp.uint8), lambda y: y.astype(bool)
     if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
@@ -75,10 +75,10 @@ def bits(x: Any) -> tuple[Any, Move]:
 
 
 def extreme(x: Any, op: str, reduce: Move) -> Any:
-    """The largest or smallest of floats over the devices, or NaN if one is.
+    """Return the largest or smallest float over the devices, or NaN if there is one.
 
-    MPI, gloo and XLA between virtual devices lose it; one device would not. So they compare integers in the same order,
-    with NaN beyond all.
+    MPI, gloo, and XLA between virtual devices lose NaN, unlike one device. So compare integers in
+    the same order, with NaN beyond all others.
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     bits = lax.bitcast_convert_type(wide, jnp.dtype(f"int{8 * wide.dtype.itemsize}"))

@@ -1,8 +1,8 @@
-"""Compiled MPI calls that are right in another process: a program without its handles, an executable with one's own.
+"""Move compiled MPI calls between processes: take handles out of a program, put others in.
 
-What MPI calls a communicator, a type or an operation is a number that only one process understands: under Open MPI an
-address. mpi4jax's calls hold it as an attribute of theirs, which an executable keeps as text, parsed when it is loaded.
-So a program is compiled with numbers of equal length in their place, and each rank writes its own over them.
+MPI's handle of a communicator, type or operation is a number that only one process understands; under Open MPI,
+an address. mpi4jax's calls hold it as an attribute, which an executable keeps as text and parses on loading. So
+programs are compiled with placeholders of equal length, which each rank overwrites with its handles.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from jaxlib.mlir import ir
 _ATTRIBUTES = ("comm", "dtype", "op", "recvtype", "sendtype", "status")
 _TARGET = re.compile(r"mpi_\w+_ffi")
 _PLACE = 7_314_159_265_358_979_000
-"""The first of the numbers that stand for handles; blanks before a shorter one are skipped by MLIR's parser."""
+"""The first placeholder; MLIR's parser skips the blanks before a shorter number."""
 _MOST = 999
 
 
 def take_out(module: ir.Module) -> list[int]:
-    """Put numbers that are the same in every process in place of a program's handles.
+    """Replace the handles in a program by numbers that are the same in every process.
 
-    Returns the handles, in the order in which they first occur; none, and nothing is changed, if they are too many or
-    long.
+    Returns the handles in the order of first occurrence. If they are too many or too long, returns
+    none and changes nothing.
     """
     calls: list[tuple[Any, dict[str, Any]]] = []
     found: dict[int, int] = {}
@@ -52,7 +52,7 @@ def take_out(module: ir.Module) -> list[int]:
 
 
 def put_in(executable: bytes, handles: Sequence[int]) -> bytes:
-    """An executable whose calls hold these handles."""
+    """Return the executable with these handles in its calls."""
     width = len(str(_PLACE))
     places = {b"%d" % (_PLACE + i): b"%*d" % (width, handle) for i, handle in enumerate(handles)}
     if not places:

@@ -1,9 +1,9 @@
-"""The communicator of lanes: XLA's, with every sum in one order: its bits do not depend on who holds which lane.
+"""The communicator of lanes: XLA's, with sums in an order that does not depend on who holds a lane.
 
-A lane is a CPU device. XLA compiles one program for all of them, so what a lane computes by itself is the same in
-whichever process it is. What is left is the order of sums over lanes: XLA adds up in one order in a process and gloo in
-another one between them. Here the summands are only moved, and added up by a binary tree over the lanes' places.
-Maxima, minima and gathers have no order.
+A lane is a CPU device. XLA compiles one program for all lanes, so a lane computes the same in any
+process. Only the order of sums over lanes could differ: XLA and gloo add in different orders,
+within and between processes. So summands are only sent, and added by a binary tree over lane
+numbers. Maxima, minima and gathers do not depend on order.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of
 from jaxdist.ir.primitives import group_reduce_p
 
 _AT_ONCE = 1 << 12
-"""Bytes on all lanes up to which a sum is one message: each lane gets all summands and adds them up itself."""
+"""Largest total bytes of a sum in one message: each lane gets all summands and adds them."""
 
 
 class LanesLowering(GlooLowering):
-    """Evaluates a step's jaxpr on one lane."""
+    """Evaluate a step's jaxpr on one lane."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class LanesLowering(GlooLowering):
 
     def _sum(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         axes = axes_of(eqn)
-        # Of the operand's own axes, which vmap put there. (A sum of int32 is of int64.)
+        # Sum over the operand's own axes, from vmap. (A sum of int32 is int64.)
         x = x.sum([one for one in axes if isinstance(one, int)]).astype(x.dtype)
         named = tuple(one for one in axes if not isinstance(one, int))
         total = self._total(named, x, None, groups_of(eqn)) if x.size and named else x
@@ -54,7 +54,7 @@ class LanesLowering(GlooLowering):
         if len(sizes := {len(group) for group in groups}) == 1:
             return self._total(axes, x, None, groups)
         lanes = sum(map(len, groups))
-        members = np.full((lanes, max(sizes)), lanes)  # of each lane's group; beyond the last one: zeros
+        members = np.full((lanes, max(sizes)), lanes)  # groups, padded with an index of zeros
         for group in groups:
             members[list(group), : len(group)] = group
         mine = jnp.asarray(members)[lax.axis_index(axes)]

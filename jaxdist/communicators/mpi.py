@@ -1,4 +1,4 @@
-"""The MPI communicator: a step's collectives as MPI calls inside the compiled program, through mpi4jax's FFI targets.
+"""The MPI communicator: MPI calls inside the compiled program, by mpi4jax's FFI targets.
 
 The program stays the one that XLA compiles for the mesh of all processes, so state and batch are the same global
 arrays as under the XLA communicator; only that its collectives are custom calls. mpi4jax's own functions order their
@@ -31,7 +31,7 @@ from jaxdist.ir.primitives import FETCHED, group_reduce_p, slices
 from jaxdist.mesh import Axis, along
 
 MOST = 2**31 - 1
-"""Elements of one message: mpi4jax hands MPI a C int. Longer ones travel in pieces."""
+"""Most elements per message, since mpi4jax passes MPI a C int. Longer arrays are split."""
 
 
 def _call_type(x: Any, token: Any, *, shape: tuple[int, ...], **_: Any) -> Any:
@@ -47,7 +47,7 @@ def _call_lowering(
 
 @functools.cache
 def _call_p(name: str) -> Primitive:
-    """A call into MPI; XLA names its operation after the primitive, and so do traces (`jaxdist.profile`)."""
+    """Return a primitive for a call into MPI; XLA and traces (`jaxdist.profile`) use its name."""
     call = Primitive(f"jaxdist_mpi_{name}")
     call.multiple_results = True
     call.def_abstract_eval(_call_type)
@@ -57,13 +57,13 @@ def _call_p(name: str) -> Primitive:
 
 
 def _bind(name: str, kind: str, x: Any, token: Any, shape: tuple[int, ...], attributes: Mapping[str, int]) -> Any:
-    """What a call of a kind returns, and the token that follows it."""
+    """Bind an MPI call, and return its result and the next token."""
     given = tuple(sorted(attributes.items()))
     return _call_p(name).bind(x, token, target=f"mpi_{kind}_ffi", shape=shape, attributes=given)
 
 
 def _reduction(comm: Any, count: int, dtype: Any, op: str) -> dict[str, int]:
-    """Attributes of an all-reduce."""
+    """Return the attributes of an all-reduce."""
     how = _handle(getattr(library(), op.upper()))
     return {"nitems": count, "op": how, "comm": _handle(comm), "dtype": _mpi_type(dtype)}
 
@@ -85,7 +85,7 @@ def _mpi_type(dtype: Any) -> int:
 
 
 class MpiLowering(Interpreter):
-    """Evaluates a step's jaxpr on one process of a ``shard_map``, its collectives as MPI calls in program order."""
+    """Evaluates a step's jaxpr on a process of a ``shard_map``, with MPI calls in program order."""
 
     def __init__(self, axes: Sequence[Axis], ranks: tuple[int, ...], order: Any = None):
         super().__init__(
@@ -135,10 +135,10 @@ class MpiLowering(Interpreter):
         return self._call("allreduce", wide, wide.shape, **_reduction(comm, x.size, wide.dtype, op)).astype(x.dtype)
 
     def _exchange(self, kind: str, comm: Any, x: Any, shape: tuple[int, ...]) -> Any:
-        """All-gather, or all-to-all over the leading dimension: moves bytes, so any dtype will do."""
+        """Run an all-gather, or an all-to-all over the leading dimension, of bytes in any dtype."""
         count = x.size // (comm.Get_size() if kind == "alltoall" else 1)
         if count > MOST:
-            rows = x.reshape(-1, count)  # one for each process, or one
+            rows = x.reshape(-1, count)  # one row per process, or one row
             outs = [self._exchange(kind, comm, piece, (comm.Get_size(), piece.shape[1]))
                     for piece in _pieces(rows)]  # fmt: skip
             return jnp.concatenate(outs, 1).reshape(shape)
@@ -152,7 +152,7 @@ class MpiLowering(Interpreter):
 
     def _call(self, kind: str, x: Any, shape: Sequence[int] | None = None, **attributes: int) -> Any:
         shape = tuple(x.shape if shape is None else shape)
-        if not x.size:  # nothing to move; MPI libraries differ on counts of zero
+        if not x.size:  # nothing to send; MPI libraries differ on counts of zero
             return jnp.zeros(shape, x.dtype)
         out, self._token = _bind(kind, kind, x, self._token, shape, attributes)
         return out
@@ -161,7 +161,7 @@ class MpiLowering(Interpreter):
 
     def _reduced(self, eqn: JaxprEqn, x: Any, op: str) -> Any:
         axes = axes_of(eqn)
-        own = tuple(axis for axis in axes if isinstance(axis, int))  # of vmap
+        own = tuple(axis for axis in axes if isinstance(axis, int))  # from vmap
         if own:
             x = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[op](x, own).astype(x.dtype)
         named = tuple(axis for axis in axes if not isinstance(axis, int))
@@ -184,7 +184,7 @@ class MpiLowering(Interpreter):
         return parts.sum(0).astype(x.dtype)
 
     def _scattered(self, comm: Any, x: Any, dim: int, merge: bool = True) -> Any:
-        """My slice along `dim` of each process's `x`, stacked in a new leading dimension."""
+        """Stack this process's slice along `dim` of each process's `x` in a new dimension."""
         parts = slices(x, dim, comm.Get_size())
         parts = parts if merge else parts.squeeze(dim + 1)
         return self._exchange("alltoall", comm, parts, parts.shape)
@@ -209,7 +209,7 @@ class MpiLowering(Interpreter):
         return jnp.where(source != null, restore(out), jnp.zeros((), x.dtype))
 
     def _comm(self, eqn: JaxprEqn, axes: tuple[Any, ...] | None = None) -> Any:
-        """The communicator of the devices among which an equation's collective takes place."""
+        """Return the communicator of the devices in an equation's collective."""
         names = axes or axes_of(eqn)
         ours, groups = along(self.axes, names), groups_of(eqn)
         if not {axis.name for axis in self.axes}.issuperset(names) or (groups and ours):
@@ -240,7 +240,7 @@ class MpiLowering(Interpreter):
         return rules._join(), outs
 
     def eval_nested(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
-        """Control flow with collectives inside: the order enters the body and comes out again."""
+        """Pass the order of calls through control flow with collectives inside."""
         rule = {
             "scan": self._scan, "while": self._while, "cond": self._cond, **dict.fromkeys(CHECKPOINT, self._checkpoint),
         }.get(eqn.primitive.name)  # fmt: skip
@@ -308,17 +308,17 @@ class MpiLowering(Interpreter):
 
 
 def _pieces(x: Any) -> list[Any]:
-    """`x` along its last dimension, in messages that MPI can count."""
+    """Split `x` along its last dimension into messages that MPI can count."""
     return [x[..., i : i + MOST] for i in range(0, x.shape[-1], MOST)]
 
 
 def _merge(x: Any, dim: int) -> Any:
-    """Dimensions `dim` and `dim + 1` as one."""
+    """Merge dimensions `dim` and `dim + 1`."""
     return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
 
 
 def _reducible(x: Any) -> Any:
-    """In a dtype that MPI can reduce: 16-bit and smaller floats travel as float32, booleans as int32."""
+    """Convert to a dtype that MPI can reduce: narrow floats to float32, booleans to int32."""
     if x.dtype == bool:
         return x.astype(jnp.int32)
     return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x

@@ -1,4 +1,4 @@
-"""MPI's communicators: of all ranks, and of groups of them."""
+"""MPI communicators for all ranks and for groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxdist.mesh import Groups
 @functools.cache
 def library() -> Any:
     """mpi4py's MPI, with mpi4jax's FFI targets registered."""
-    with in_environment({"MPI4JAX_NO_WARN_JAX_VERSION": "1"}):  # our tests say which versions work
+    with in_environment({"MPI4JAX_NO_WARN_JAX_VERSION": "1"}):  # our tests tell which versions work
         import mpi4jax  # noqa: F401
         from mpi4py import MPI
 
@@ -23,26 +23,26 @@ def library() -> Any:
 
 @functools.cache
 def world(rank: int) -> Any:
-    """A communicator of our own over all processes, in the order of their ranks; every rank calls it together."""
+    """Return our communicator over all processes, in rank order; all ranks call this together."""
     _parent(rank)
     return library().COMM_WORLD.Split(0, key=rank)
 
 
 @functools.cache
 def _parent(rank: int) -> Any:
-    """Where groups are made: not on `world`, in which a step may be under way."""
+    """Return the communicator to make groups from, since `world` may be in use by a step."""
     return library().COMM_WORLD.Split(0, key=rank)
 
 
 @functools.cache
 def _group(rank: int, members: tuple[int, ...]) -> Any:
-    """The communicator of some ranks, in that order; its members call it together."""
+    """Make the communicator of some ranks, in that order; its members call this together."""
     parent = _parent(rank)
     return parent.Create_group(parent.Get_group().Incl(members))
 
 
 def of_group(ranks: tuple[int, ...], groups: Groups | None) -> Any:
-    """The communicator of one's own group, which its members make together when they first ask for it."""
+    """Return the communicator of this rank's group; its members make it on first use, together."""
     rank = jax.process_index()
     if groups is None:
         every = world(rank)

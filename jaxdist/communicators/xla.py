@@ -32,7 +32,7 @@ Axes = tuple[str, ...]
 
 
 class XlaLowering(Interpreter):
-    """Evaluates a step's jaxpr on one device of a ``shard_map``, its reductions as XLA's own collectives."""
+    """Evaluates a step's jaxpr on one device of a ``shard_map``, with XLA's own collectives."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -48,7 +48,7 @@ class XlaLowering(Interpreter):
         )
 
     def with_rules(self, own: Mapping[str, Callable[..., Any]]) -> XlaLowering:
-        """These rules, but for some collectives others (see `jaxdist.communicators.Rules`)."""
+        """Replace the rules of some collectives (see `jaxdist.communicators.Rules`)."""
         for name, rule in own.items():
             primitive, names = _NAMED[name]
             ours = self.rules.get(primitive, _as_is)
@@ -82,12 +82,12 @@ def _as_is(_: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
 
 
 class GlooLowering(XlaLowering):
-    """As `XlaLowering`, between CPU processes.
+    """The same between CPU processes, over gloo.
 
-    * Gloo's reduce-scatter gives wrong data now and then (jax#40830): an all-to-all and a local sum in its place.
-    * XLA would widen 16-bit floats on their way: compressed gradients are exchanged bit for bit.
-    * XLA puts collectives that do not depend on each other into an order, on another processor perhaps into another:
-      each has a number in its name, so that `jaxdist.runtime.order` can tell which is which.
+    * Gloo's reduce-scatter sometimes returns wrong data (jax#40830): use all-to-all and a local sum.
+    * XLA would widen 16-bit floats before sending: exchange compressed gradients bit for bit.
+    * XLA orders independent collectives, perhaps differently on different processors. A number in
+    each name tells which is which.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class GlooLowering(XlaLowering):
         return total if tiled else total.squeeze(dim)
 
     def _total(self, axes: Axes, x: Any, wire: str | None, groups: Sequence[Sequence[int]] | None = None) -> Any:
-        """The sum of `x` over the devices along some axes, or within groups of these."""
+        """Sum `x` over the devices along some axes, or within groups of them."""
         if wire is None:
             return lax.psum(x, axes, axis_index_groups=groups)
         size = len(groups[0]) if groups else lax.axis_size(axes)
@@ -139,7 +139,7 @@ def _gather_shards(eqn: JaxprEqn, x: Any) -> Any:
 
 
 def extreme(eqn: JaxprEqn, x: Any, op: str) -> Any:
-    """The largest or smallest over devices, or a sum, as XLA makes it; NaN if one is."""
+    """Return the max, min or sum over devices; NaN if one has it."""
 
     def reduce(x: Any) -> Any:
         return compat.bind(eqn, eqn.params, [x])[0]
@@ -150,12 +150,12 @@ def extreme(eqn: JaxprEqn, x: Any, op: str) -> Any:
 
 
 def all_to_all(axes: Axes, parts: Any, groups: Any = None) -> Any:
-    """Row i of `parts` from the i-th device along the axes, or of the group."""
+    """Return row i of `parts` from device i along the axes, or in the group."""
     raw, back = exchange.bits(parts)
     return back(lax.all_to_all(raw, axes, 0, 0, tiled=True, axis_index_groups=groups))
 
 
 def all_gather(axes: Axes, part: Any, groups: Any = None) -> Any:
-    """The parts of all devices along the axes, or of the group, in a new leading dimension."""
+    """Stack the parts of all devices along the axes, or in the group, in a new dimension."""
     raw, back = exchange.bits(part)
     return back(lax.all_gather(raw, axes, axis_index_groups=groups))

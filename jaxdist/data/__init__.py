@@ -1,6 +1,6 @@
-"""Sources of text and tokens for `jaxdist.loader`, and what it makes.
+"""Sources of text and tokens for `jaxdist.loader`, and the loader's helpers.
 
-The names are listed in `__init__.pyi`, and imported when they are first asked for: to tokenize needs no JAX.
+`__init__.pyi` lists the names. They are imported on first use, since tokenizing does not need JAX.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Sources of text and tokens for `jaxdist.loader`, and what it makes."""
+"""Sources of text and tokens for `jaxdist.loader`, and the loader's helpers."""
 
 from .documents import Documents, text_files, tokenize
 from .evaluate import gather_for_metrics

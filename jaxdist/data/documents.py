@@ -1,4 +1,4 @@
-"""Documents of text and of tokens, by index, from files that stay on disk."""
+"""Documents of text or tokens, by index, from files that stay on disk."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from jaxdist.errors import DataError
 from jaxdist.runtime.context import get_context
 
 _TOKENS, _ENDS, _ABOUT = "tokens.npy", "ends.npy", "about.json"
-_BLOCK = 1 << 15  # tokens that have a digest together
-_CHUNK = 1 << 20  # bytes of a text that a checksum takes at once
-_SAMPLES = 64  # documents that are encoded again to see whether a folder is of them
+_BLOCK = 1 << 15  # tokens per digest
+_CHUNK = 1 << 20  # bytes of text per step of a checksum
+_SAMPLES = 64  # documents that are encoded again to check that a folder has the same tokens
 
 
 def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], split: str | None = "\n") -> Text:
@@ -43,7 +43,7 @@ def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
 
     Raises:
       OSError: a file cannot be read.
-      ValueError: there are no documents, or `split` is empty; (when it is read) a document is not UTF-8.
+      ValueError: the files have no documents, `split` is empty, or (on reading) a document is not UTF-8.
 
     Example:
       >>> import pathlib, tempfile
@@ -55,15 +55,15 @@ def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     """
     files = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     if split == "":
-        raise ValueError("text_files(split=''): expected what stands between two documents, or None for a file each")
+        raise ValueError("text_files(split=''): expected a separator of documents, or None for one per file")
     found = Text(files, split)
     if next(iter(found), None) is None:
-        raise ValueError(f"text_files({', '.join(files)}): there are no documents")
+        raise ValueError(f"text_files({', '.join(files)}): found no documents")
     return found
 
 
 class Text:
-    """Documents of text files, in order; made by `text_files`."""
+    """The documents of text files, in order; made by `text_files`."""
 
     def __init__(self, paths: Sequence[str], split: str | None):
         self._paths, self._split = paths, split
@@ -83,12 +83,12 @@ class Text:
                     ) from None
                 text = text if start else text.removeprefix("\ufeff")
                 start = following
-                if text := text.removesuffix("\r") if self._split == "\n" else text:  # of Windows
+                if text := text.removesuffix("\r") if self._split == "\n" else text:  # on Windows
                     yield text
 
     def checksum(self) -> int:
-        """A checksum of all bytes of the files; of their lengths and samples, if there is more than a GiB."""
-        step = max(1, sum(self._sizes) >> 30)  # one of this many blocks is read
+        """Return a checksum of the files' bytes; above one GiB, of lengths and samples."""
+        step = max(1, sum(self._sizes) >> 30)  # read one of this many blocks
         value = zlib.crc32(repr(self._sizes).encode())
         for path, size in zip(self._paths, self._sizes, strict=True):
             with Path(path).open("rb") as file:
@@ -129,18 +129,18 @@ class Documents:
             raise ValueError("ends: expected one number for each document, and at least one")
         if (self.lengths < 0).any() or self.ends[-1] != len(tokens):
             raise ValueError(
-                f"ends: expected places that go upwards, and {len(tokens)} at last, as there are tokens; they end with "
+                f"ends: expected ascending positions up to {len(tokens)}, the number of tokens; the last is "
                 f"{self.ends[-1]}"
             )
 
     @staticmethod
     def open(folder: str | os.PathLike[str]) -> Documents:
-        """Open the documents that `jaxdist.data.tokenize` has written to a folder; they stay on disk.
+        """Open the documents that `jaxdist.data.tokenize` wrote to a folder; they stay on disk.
 
         Each block of tokens is compared with its digest when it is first read.
 
         Raises:
-          OSError: there is no such folder.
+          OSError: the folder does not exist.
           DataError: its files are damaged, or `jaxdist.data.tokenize` did not write them.
         """
         path = Path(folder).absolute()
@@ -159,7 +159,7 @@ class Documents:
 
     @property
     def lengths(self) -> np.ndarray:
-        """The tokens of each document: int64 ``(documents,)``."""
+        """The number of tokens of each document: int64 ``(documents,)``."""
         return np.diff(self.ends, prepend=0)
 
     def __len__(self) -> int:
@@ -173,11 +173,11 @@ class Documents:
     def __iter__(self) -> Iterator[np.ndarray]:
         return map(self.__getitem__, range(len(self)))
 
-    def __reduce__(self) -> Any:  # to a loader's workers: by name if there is one
+    def __reduce__(self) -> Any:  # for a loader's workers: by name if possible
         return (Documents.open, (self._folder,)) if self._folder else (Documents, (self.tokens, self.ends))
 
     def read(self, start: int, end: int) -> np.ndarray:
-        """The tokens from one place to another, of one document or several.
+        """Return the tokens from `start` to `end`, of one document or several.
 
         Raises:
           DataError: the file is damaged there.
@@ -187,15 +187,15 @@ class Documents:
                 continue
             if [self._unread[block]] != _digests(self.tokens[block * _BLOCK : (block + 1) * _BLOCK]):
                 raise DataError(
-                    f"{self._folder}/{_TOKENS}: damaged: tokens {block * _BLOCK} to {(block + 1) * _BLOCK} are not "
-                    "what was written. Delete the folder and tokenize again"
+                    f"{self._folder}/{_TOKENS}: damaged: tokens {block * _BLOCK} to {(block + 1) * _BLOCK} have "
+                    "changed since they were written. Delete the folder and tokenize again"
                 )
             del self._unread[block]
         return np.asarray(self.tokens[start:end])
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """The record that `tokenize` left in a folder."""
+    """Read the record that `tokenize` left in a folder."""
     try:
         about = json.loads((path / _ABOUT).read_text())
     except (OSError, ValueError, RecursionError):
@@ -203,7 +203,7 @@ def _about(path: Path) -> dict[str, Any]:
             raise
         about = None
     if not isinstance(about, dict):
-        raise DataError(f"{path / _ABOUT} is missing or damaged: delete {path} and tokenize again, or name another one")
+        raise DataError(f"{path / _ABOUT} is missing or damaged: delete {path} and tokenize again, or name a new one")
     return about
 
 
@@ -215,7 +215,7 @@ def _loaded(file: Path) -> np.ndarray:
 
 
 def _digests(array: np.ndarray) -> list[int]:
-    """A digest for each block."""
+    """Return a digest for each block."""
     return [zlib.crc32(array[i : i + _BLOCK].tobytes()) for i in range(0, len(array), _BLOCK)]
 
 
@@ -245,7 +245,7 @@ def tokenize(
       `Documents`, which stay on disk.
 
     Raises:
-      ValueError: (on every rank) a token does not fit `dtype`, there are no documents, or the folder comes from
+      ValueError: (on every rank) a token does not fit `dtype`, `documents` is empty, or the folder comes from
         different documents or a different encoding.
       DataError: (on every rank) the folder is damaged.
       TypeError: (on every rank) `documents` can be read only once, like a generator.
@@ -279,7 +279,7 @@ def _write(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path, d
     check_iterable(documents)
     sampled = _sampled(documents)
     if not sampled:
-        raise ValueError("tokenize: there are no documents")
+        raise ValueError("tokenize: got no documents")
     tokens = zlib.crc32(b"".join(_coded(i, encode(document), dtype).tobytes() + b";" for i, document in sampled))
     about: dict[str, Any] = {"dtype": dtype.name, "checksum of some tokens": tokens} | _identity(documents)
     if path.exists():
@@ -287,7 +287,7 @@ def _write(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path, d
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(path)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # another job may write as well
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # other jobs may write, too
     beside.mkdir()
     try:
         with (beside / _TOKENS).open("wb") as file:
@@ -316,13 +316,13 @@ def _write(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path, d
             except OSError:
                 if not path.exists():
                     raise
-                _compare(path, about)  # another job was first
+                _compare(path, about)  # a different job was first
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove what runs have left that were killed: one that still writes holds a lock on its file."""
+    """Remove folders of killed runs; a run that still writes holds a lock on its file."""
     for beside in path.parent.glob(f".{glob.escape(path.name)}.????????"):
         with contextlib.suppress(OSError), (beside / _TOKENS).open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -330,7 +330,7 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _coded(i: int, ids: Any, dtype: np.dtype[Any]) -> np.ndarray:
-    """The tokens of a document, as they are written."""
+    """Return the tokens of a document in the type on disk."""
     ids = np.frombuffer(ids, np.uint8) if isinstance(ids, bytes) else np.asarray(ids)
     if not ids.size:
         return np.zeros(0, dtype)
@@ -345,7 +345,7 @@ def _coded(i: int, ids: Any, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def _sampled(documents: Any) -> list[tuple[int, Any]]:
-    """Some documents with their places: spread over all, if they can be read by index."""
+    """Return some documents with their indices, spread over all if they can be read by index."""
     if not (hasattr(documents, "__len__") and hasattr(documents, "__getitem__")):
         return list(enumerate(itertools.islice(documents, _SAMPLES)))
     places = np.unique(np.linspace(0, max(0, len(documents) - 1), _SAMPLES).astype(int)) if len(documents) else []
@@ -353,7 +353,7 @@ def _sampled(documents: Any) -> list[tuple[int, Any]]:
 
 
 def _identity(documents: Any) -> dict[str, Any]:
-    """Tell documents from others without encoding them."""
+    """Return properties that tell documents apart without encoding them."""
     found: dict[str, Any] = {"documents": len(documents)} if hasattr(documents, "__len__") else {}
     if isinstance(documents, Text):
         found["checksum of the documents"] = documents.checksum()
@@ -365,11 +365,11 @@ def _identity(documents: Any) -> dict[str, Any]:
 
 
 def _compare(path: Path, about: dict[str, Any]) -> None:
-    """Refuse a folder that was made of something else."""
+    """Refuse a folder that came from different documents or a different encoding."""
     found = _about(path)
     for name in about:
         if name not in (_TOKENS, _ENDS) and found.get(name, about[name]) != about[name]:
             raise ValueError(
-                f"{path} was made of other documents or with another encode or dtype: {name}: {found[name]} there, "
-                f"{about[name]} here. Delete it, or name another folder"
+                f"{path} has different documents, or a different encode or dtype: {name}: {found[name]} there, "
+                f"{about[name]} here. Delete it, or use a different folder"
             )

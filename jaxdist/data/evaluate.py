@@ -1,4 +1,4 @@
-"""`evaluate`: sums over all examples of a loader, exact on any number of ranks. `gather_for_metrics`: their values."""
+"""`evaluate`: exact sums over a loader on any number of ranks. `gather_for_metrics`: all values."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def evaluate(step: Callable[..., Any], *arguments: Any) -> Any:
       A pytree with the structure of `sums`, the same on every rank: Python numbers for scalars, NumPy arrays otherwise.
 
     Raises:
-      ValueError: (on every rank) there are no batches, or the step returns one entry per example or 16 bits.
+      ValueError: (on every rank) `batches` is empty, or the step returns one entry per example or 16 bits.
       ControlError: (on every rank) the ranks have different numbers of batches.
 
     Example:
@@ -55,7 +55,7 @@ def evaluate(step: Callable[..., Any], *arguments: Any) -> Any:
       3.0
     """
     if not arguments:
-        raise TypeError("evaluate(step, *state, batches): there are no batches")
+        raise TypeError("evaluate(step, *state, batches): got no batches")
     *state, batches = arguments
     ctx = get_context()
     if isinstance(batches, Loader):
@@ -73,22 +73,20 @@ def evaluate(step: Callable[..., Any], *arguments: Any) -> Any:
             total = _add(total, waiting.popleft())
     on_every_rank(ctx, "evaluate", lambda: Part(None, (("the number of batches", str(count)),)))
     if not count:
-        raise ValueError("evaluate: there is no batch, on any rank. (An iterator that was used up has none)")
+        raise ValueError("evaluate: got no batches on any rank. Is it an iterator that was used before?")
     for sums in waiting:
         total = _add(total, sums)
     return jax.tree.map(lambda x: x if np.ndim(x) else x.item(), total)
 
 
 def _start(batches: Loader, ctx: Context) -> None:
-    """Begin an epoch, and warn if the end of it is left out."""
+    """Begin an epoch, and warn if its last examples will be dropped."""
     at, sampling = batches._at, batches._reader.sampling
     if at.position:  # it was restored, or left
         batches._go(Place(at.epoch + 1))
     streams, dropped = batches._reader.streams, sampling.length % sampling.whole
     if ctx.is_root and not sampling.keep and (streams or dropped):
-        which = (
-            "what fills no batch at the end of the stream" if streams else f"{dropped} of {sampling.length} examples"
-        )
+        which = "a partial batch at the end of the stream" if streams else f"{dropped} of {sampling.length} examples"
         say_once(
             f"evaluate: with tail='drop' the loader leaves out {which} ({sampling.parts} x {sampling.batch_size} in a "
             "step): the result depends on the number of ranks. Use tail='keep'"
@@ -107,7 +105,7 @@ def _add(total: Any, sums: Any) -> Any:
 
 
 def _check(sums: Any, ctx: Context) -> None:
-    """Refuse results that are not sums of all ranks."""
+    """Refuse results that are not sums over all ranks."""
     leaves = jax.tree_util.tree_leaves_with_path(sums, is_leaf=lambda x: isinstance(x, Padded))
     for path, x in leaves:
         name = f"evaluate: result{jax.tree_util.keystr(path)} of the step"

@@ -1,4 +1,4 @@
-"""`loader`: each rank's batches of a data set, on grain: shuffled as one, of equal number, resumable on other ranks."""
+"""`loader`: each rank's batches of a data set, on grain: one shuffle, equal counts, elastic resuming."""
 
 from __future__ import annotations
 
@@ -117,14 +117,14 @@ class Loader:
         prefetch: int = 0,
     ):
         self._context = context
-        self._running: list[Any] = []  # the iterator that is being read, if any; it gives the batch at self._at next
-        # At exit: while the interpreter still has what grain's iterators need to clean up.
+        self._running: list[Any] = []  # the current iterator, if any, at self._at
+        # At exit: before the interpreter drops objects that grain's iterators need to clean up.
         weakref.finalize(self, _close, self._running)
         self._peeked: list[Read] = []
         self._at = Place()
         self._drawn = 0
-        self._begun = False  # a loop is in the midst of this epoch, or was left there
-        self._loop: object = None  # the latest one
+        self._begun = False  # a loop is inside this epoch, or left it early
+        self._loop: object = None  # the latest loop
         self._reader: Reader
 
         def check() -> dict[str, Any]:
@@ -155,7 +155,7 @@ class Loader:
         self._agree("loader", check)
 
     def __len__(self) -> int:
-        """Steps of a whole epoch, on every rank. A stream has none."""
+        """Return the number of steps in an epoch, equal on every rank. A stream has no length."""
         if self._reader.streams:
             raise TypeError("the loader of a stream has no length: the number of examples shows when they are read")
         return self._reader.sampling.steps(0)
@@ -166,8 +166,8 @@ class Loader:
         return self._at.epoch
 
     def __iter__(self) -> Iterator[Any]:
-        """The next epoch; after `set_state` the rest of the one in which the state was taken."""
-        if self._begun:  # the last loop was left before its end: its order is not to come again
+        """Iterate over the next epoch; after `set_state`, over the rest of the epoch in `state`."""
+        if self._begun:  # the last loop ended early: do not repeat its order
             self._go(Place(self._at.epoch + 1))
         self._loop = loop = object()
         return self._run(loop)
@@ -177,7 +177,7 @@ class Loader:
         while not last:
             if self._loop is not loop:
                 raise RuntimeError(
-                    "this loop over the loader is over: another one began, or set_state was called. Make a second "
+                    "this loop over the loader has ended: a new one began, or set_state was called. Make a second "
                     "loader for a loop within a loop"
                 )
             read = self._draw()
@@ -187,7 +187,7 @@ class Loader:
             self._begun = not last
             yield read.batch
             if read.digest and (last or not self._drawn & self._drawn - 1):  # a power of two
-                said = {"what was read": read.digest, "the end of the epoch": last}
+                said = {"the examples read": read.digest, "the end of the epoch": last}
                 self._agree("loader's stream", lambda said=said: said)
 
     def peek(self) -> Any:
@@ -256,8 +256,8 @@ class Loader:
                 if given[name] != mine[name]:
                     what = "a data set of length" if name == "length" else name
                     raise ValueError(
-                        f"the state is of {what} {given[name]}, and this loader's is {mine[name]}: the order of its "
-                        "examples would be another. Make the loader as it was, or start over without the state"
+                        f"the state has {what} {given[name]}, this loader {mine[name]}: the order of its "
+                        "examples would differ. Make the loader with the same settings, or start over without the state"
                     )
             if given["epoch"] < 0 or not 0 <= given["position"] <= given.get("length", given["position"]):
                 raise ValueError(f"not the state of a loader: {state!r}")
@@ -282,7 +282,7 @@ class Loader:
     def _go(self, at: Place) -> None:
         was, self._begun = self._at, False
         if not self._reader.streams and not self._reader.sampling.steps(at.position):
-            at = Place(at.epoch + 1)  # the end of an epoch is the start of the next: a place always has a batch
+            at = Place(at.epoch + 1)  # an epoch's end is the start of the next
         self._at = at
         if was != at:
             self.close()
@@ -290,12 +290,12 @@ class Loader:
             return
         if resumption(at)[1] is None and self._context.is_root:
             say_once(
-                f"loader: reading the stream from the start of epoch {at.epoch} again, and skipping the {at.position} "
-                "examples that were done, which takes as long as reading them did. (Only the state of a "
+                f"loader: rereading the stream from the start of epoch {at.epoch} to skip the {at.position} "
+                "examples already done, which takes as long as reading them did. (Only the state of a "
                 "grain.IterDataset is known to be exact)"
             )
         if not self._peeked:
-            # What is left of the stream may be too little for a batch of so many ranks: it is the next epoch then.
+            # If the rest of the stream does not fill a batch on these ranks, go to the next epoch.
             self._peeked = [self._draw()]
             self._at = self._peeked[0].at
 
@@ -307,8 +307,8 @@ class Loader:
                 self._running.append(self._reader.start(self._at))
             read: Read = next(self._running[0])
         except BaseException:
-            # Grain's iterator may have moved on. It waits up to 25 s for workers that are still starting, but not here:
-            # perhaps one was killed, and the job has to end.
+            # Grain's iterator may be past the batch. It waits up to 25 s for workers that are still starting, but
+            # one of them may be dead and the job must end, so do not wait here.
             running, self._running[:] = list(self._running), []
             threading.Thread(target=_close, args=(running,), name="jaxdist-loader", daemon=True).start()
             raise
@@ -318,7 +318,7 @@ class Loader:
         return read._replace(batch=jax.tree.map(lambda x: batch_part(x, read.left), read.batch))
 
     def _agree(self, what: str, check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `check` returns, if it does so on every rank and returns the same; else an error on every rank."""
+        """Return `check()` if it succeeds and agrees on every rank; else raise on every rank."""
 
         def part() -> Part[dict[str, Any]]:
             mine = check()
@@ -333,7 +333,7 @@ def _place(state: State) -> Place:
 
 
 def _close(running: list[Any]) -> None:
-    """Stop what `Reader.start` has started, and forget it."""
+    """Close the iterators from `Reader.start`, and drop them."""
     while running:
         running.pop().close()
 
@@ -346,7 +346,7 @@ def _check_integer(given: str, value: Any, least: int) -> None:
 def _check_length(sampling: Sampling, shuffle: bool | int) -> None:
     length = sampling.length
     if not isinstance(shuffle, bool):
-        raise ValueError(f"shuffle={shuffle!r}: True or False; a window is for streams")
+        raise ValueError(f"shuffle={shuffle!r}: expected True or False; only streams have a window")
     if not 0 < length <= MOST:
         raise ValueError(f"the data set has {length} examples: expected at least one, at most {MOST}")
     if not sampling.steps(0):

@@ -1,4 +1,4 @@
-"""`packed`: rows of one length that are filled with documents, by index."""
+"""`packed`: rows of equal length, filled with documents, by index."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def packed(documents: Documents, length: int, *, split: bool = True, seed: int |
       The names are those that grain's packing uses.
 
     Raises:
-      ValueError: `length` is not positive, there are no tokens, or a token does not fit int32.
+      ValueError: `length` is not positive, `documents` is empty, or a token does not fit int32.
 
     Example:
       >>> import numpy as np
@@ -49,7 +49,7 @@ def packed(documents: Documents, length: int, *, split: bool = True, seed: int |
     if not len(documents.tokens):
         raise ValueError("packed: the documents have no tokens")
     if not np.can_cast(documents.tokens.dtype, np.int32) and documents.tokens.max() > np.iinfo(np.int32).max:
-        raise ValueError(f"packed: token {documents.tokens.max()} does not fit int32, in which rows are")
+        raise ValueError(f"packed: token {documents.tokens.max()} does not fit int32, the type of rows")
     order = np.arange(len(documents)) if seed is None else np.random.default_rng(seed).permutation(len(documents))
     order = order[documents.lengths[order] > 0]
     pieces = _cut(documents, order, length) if split else _fitted(documents, order, length)
@@ -61,7 +61,7 @@ class Packed:
 
     def __init__(self, documents: Documents, length: int, rows: np.ndarray, starts: np.ndarray, sizes: np.ndarray):
         self._documents, self._length = documents, length
-        self._rows, self._starts, self._sizes = rows, starts, sizes  # pieces: row k has rows[k] up to rows[k + 1]
+        self._rows, self._starts, self._sizes = rows, starts, sizes  # row k: rows[k] to rows[k + 1]
 
     def __len__(self) -> int:
         return len(self._rows) - 1
@@ -89,10 +89,10 @@ _NAMES = "tokens", "tokens_segment_ids", "tokens_positions"
 
 
 def _cut(documents: Documents, order: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One document after the other, cut where a row ends: where the pieces of each row begin; starts; sizes."""
+    """Cut documents in order at row ends; return rows' first pieces, and all starts and sizes."""
     sizes = documents.lengths[order]
     ends = np.cumsum(sizes)
-    at = np.union1d(ends, np.arange(length, ends[-1], length))  # where a piece ends, in the tokens of all in this order
+    at = np.union1d(ends, np.arange(length, ends[-1], length))  # ends of pieces
     froms = np.concatenate([[0], at[:-1]])
     which = np.searchsorted(ends, froms, "right")
     starts = documents.ends[order][which] - ends[which] + froms
@@ -101,16 +101,16 @@ def _cut(documents: Documents, order: np.ndarray, length: int) -> tuple[np.ndarr
 
 
 def _fitted(documents: Documents, order: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The longest document first, each into the row that it fills best: like `_cut`."""
+    """Put the longest document first, each into the row that it fills best; return like `_cut`."""
     sizes = documents.lengths[order]
     firsts = documents.ends[order] - sizes
     whole = sizes // length
-    full = np.repeat(firsts, whole) + length * _counted(whole)  # rows of documents that are longer
+    full = np.repeat(firsts, whole) + length * _counted(whole)  # full rows of longer documents
     starts, sizes = (firsts + whole * length)[sizes % length > 0], (sizes % length)[sizes % length > 0]
     by_length = np.argsort(-sizes, kind="stable")
     row_of = np.empty(len(sizes), np.int64)
-    free: list[list[int]] = [[] for _ in range(length + 1)]  # rows by the space that is left in them
-    spaces, rows = 0, 0  # a bit for each space of which there is a row
+    free: list[list[int]] = [[] for _ in range(length + 1)]  # rows by free space
+    spaces, rows = 0, 0  # a bit for each space that some row has free
     for i, size in zip(by_length.tolist(), sizes[by_length].tolist(), strict=True):
         if fitting := spaces >> size:
             space = size + (fitting & -fitting).bit_length() - 1
@@ -131,5 +131,5 @@ def _fitted(documents: Documents, order: np.ndarray, length: int) -> tuple[np.nd
 
 
 def _counted(counts: np.ndarray) -> np.ndarray:
-    """``0, 1, …`` up to each of the counts, one after the other."""
+    """Return ``0, 1, …`` up to each of the counts, concatenated."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

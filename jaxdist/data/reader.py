@@ -1,4 +1,4 @@
-"""How a loader's batches are read, from any place on: by index, or one example after the other."""
+"""Read a loader's batches from any position on: by index, or sequentially."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from jaxdist.data.sampling import Place, Sampling
 from jaxdist.data.sources import Arrays, as_text, digest, of_text, open_epoch, stacked
 from jaxdist.errors import DataError
 
-_AT_HAND, _SMALL = 1 << 28, 1 << 20  # bytes of arrays, and of a rank's batch, that need not be read ahead
+_AT_HAND, _SMALL = 1 << 28, 1 << 20  # bytes of arrays, of a rank's batch: no need to read ahead
 
 
 class Read(NamedTuple):
     """A batch."""
 
     batch: Any  # this rank's part
-    left: int  # examples of all ranks in the last batch, if it is smaller than the others; else 0
-    at: Place  # where it begins
-    then: Place  # where the next one does
-    digest: int = 0  # of all that was read of a stream, to compare between ranks
+    left: int  # examples of all ranks in a smaller last batch, else 0
+    at: Place  # its start
+    then: Place  # the start of the next batch
+    digest: int = 0  # of all examples of a stream so far, to compare between ranks
 
 
 @dataclass(frozen=True)
 class Reader:
-    """The batches of a source, from any place on, through all epochs."""
+    """Batches of a source from any position on, through all epochs."""
 
     source: Any
     sampling: Sampling
-    window: int | None  # examples of a stream that are shuffled together; None: the source is read by index
+    window: int | None  # examples of a stream to shuffle together; None to read by index
     transform: Callable[..., Any] | None
     workers: int
     prefetch: int
@@ -46,17 +46,17 @@ class Reader:
 
     @property
     def streams(self) -> bool:
-        """Whether the source can only be read in order."""
+        """Check whether the source can only be read in order."""
         return self.window is not None
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """What has to be the same for a state to fit."""
+        """Return the properties that a state must share to fit."""
         length = {} if self.streams else {"length": self.sampling.length}
         return length | {"seed": self.sampling.seed, "shuffle": self.window if self.streams else self.sampling.shuffle}
 
     def start(self, place: Place) -> Any:
-        """An iterator over batches (`Read`), with ``close``."""
+        """Return an iterator over batches (`Read`), with ``close``."""
         if self.streams:
             batches = self._in_order(place)
             read: Callable[[int], Read] = lambda _: next(batches)
@@ -68,25 +68,25 @@ class Reader:
 
         unread = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         steps = grain.MapDataset.range(sys.maxsize).map(read).to_iter_dataset(unread)
-        if not self.workers:  # in a thread that does not keep the process from ending
+        if not self.workers:  # a thread that does not keep the process alive
             return grain.experimental.ThreadPrefetchDatasetIterator(iter(steps), self.prefetch)
         from absl import flags
 
-        if not flags.FLAGS.is_parsed():  # grain reads some; programs without absl.app never parse them
+        if not flags.FLAGS.is_parsed():  # grain reads some; programs without absl.app parse none
             flags.FLAGS.mark_as_parsed()
         compat.start_quiet_tracker()
         steps = steps.mp_prefetch(grain.multiprocessing.MultiprocessingOptions(self.workers, max(1, self.prefetch)))
         return iter(steps.map(lambda read: jax.tree.map(compat.forget_name, read)))
 
     def _is_at_hand(self) -> bool:
-        """Whether a batch is copied from memory sooner than grain is imported, or a thread hands it over."""
+        """Check whether copying a batch is faster than importing grain or using a thread."""
         if not isinstance(self.source, Arrays) or self.transform is not None:
             return False
         part = self.sampling.batch_size * len(self.sampling.own) / len(self.source)
         return self.source.nbytes <= _AT_HAND and self.source.nbytes * part <= _SMALL
 
     def _by_index(self, start: Place, step: int) -> Read:
-        """The batch that comes `step` batches after a place; called in a worker, too."""
+        """Return the batch `step` batches after a position; also called in workers."""
         if self.workers:
             compat.end_with_parent()
         sampling, source = self.sampling, self.source
@@ -102,16 +102,16 @@ class Reader:
         return Read(batch, sampling.tail(at.position), at, then)
 
     def _in_order(self, at: Place) -> Iterator[Read]:
-        """The batches of a stream from a place on. Each rank reads all of it, and keeps its own rows."""
+        """Yield a stream's batches from a position on. Each rank reads all, and keeps its rows."""
         whole, total = self.sampling.whole, 0
         resumed = at.position > 0
         while True:
             examples = self._examples(at)
             rows = list(itertools.islice(examples, whole))
-            if not self._enough(rows) and not resumed:  # of a resumed one too little may be left for so many ranks
+            if not self._enough(rows) and not resumed:  # a restart may leave too little
                 raise ValueError(
                     f"epoch {at.epoch} of the stream has {len(rows)} examples, fewer than one batch of all ranks "
-                    f"({whole}): there would be no step. Use a smaller batch_size or tail='keep'"
+                    f"({whole}): no step would run. Use a smaller batch_size or tail='keep'"
                 )
             resumed = False
             while self._enough(rows):
@@ -133,10 +133,10 @@ class Reader:
         return bool(rows) if self.sampling.keep else len(rows) == self.sampling.whole
 
     def _examples(self, at: Place) -> Iterator[tuple[Any, int, str | None]]:
-        """The rest of an epoch; each example with a position from which the stream can be read on, and its state.
+        """Yield the rest of an epoch: each example, a position to resume from, and its state.
 
-        Of grain's streams that is the start of a window or batch. Others' state is not taken: Hugging Face's leaves out
-        the buffer of a shuffle, or stands at the next chunk
+        For grain's streams that is the start of a window or batch. The state of other streams is
+        unused: Hugging Face's omits the shuffle buffer, or points to the next chunk
         (https://huggingface.co/docs/datasets/stream#save-a-dataset-checkpoint-and-resume-iteration).
         """
         import grain
@@ -148,7 +148,7 @@ class Reader:
             examples.set_state(of_text(state))
         skip = at.position - start
         while True:
-            mark = (start, as_text(examples.get_state())) if exact else (0, None)  # it may change in place
+            mark = (start, as_text(examples.get_state())) if exact else (0, None)  # may change in place
             rows = list(itertools.islice(examples, self.window or self.sampling.whole))
             if self.window:
                 rng = np.random.default_rng([self.sampling.seed, at.epoch, start // self.window])
@@ -156,9 +156,9 @@ class Reader:
             for example in rows[skip:]:
                 if expected is not None and digest(example) != expected:
                     raise DataError(
-                        f"the stream is not the one that the state is of: the example at position {at.position} of "
-                        f"epoch {at.epoch} is not the one that came next. Its order has to be the same each time it is "
-                        "read, and random changes belong into transform="
+                        f"the stream does not match the state: the example at position {at.position} of "
+                        f"epoch {at.epoch} is not the expected one. A stream must have the same order each time it is "
+                        "read; random changes belong in transform="
                     )
                 expected = None
                 yield example, mark[0], mark[1]
@@ -167,7 +167,7 @@ class Reader:
             start, skip = start + len(rows), max(0, skip - len(rows))
         if expected is not None:
             raise DataError(
-                f"the stream has fewer than the {at.position} examples of epoch {at.epoch} that the state is after"
+                f"epoch {at.epoch} of the stream has fewer examples than the state's position, {at.position}"
             )
 
     def _transformed(self, example: Any, epoch: int, i: int) -> Any:
@@ -181,14 +181,14 @@ class Reader:
     def _takes_rng(self) -> bool:
         try:
             parameters = inspect.signature(self.transform).parameters.values()  # type: ignore[arg-type]
-        except ValueError:  # of C
+        except ValueError:  # functions in C
             return False
         wanted = [p for p in parameters if p.default is p.empty and p.kind not in (p.KEYWORD_ONLY, p.VAR_POSITIONAL)]
         return sum(p.kind is not p.VAR_KEYWORD for p in wanted) > 1
 
 
 def resumption(at: Place) -> tuple[int, str | None, int | None]:
-    """For a place in a stream: the position to read on from, the state there (None: reread), a digest of the next."""
+    """Return where to resume a stream, the state there (None: reread), and the next example's digest."""
     if not at.inner:
         return 0, None, None
     found = of_text(at.inner)

@@ -1,4 +1,4 @@
-"""The order of the examples in an epoch, and each rank's part of a batch."""
+"""The order of examples in an epoch, and each rank's part of a batch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-EXACT = 1 << 22  # examples up to which an epoch's order is one permutation in memory (32 MiB), and beyond it a hash
+EXACT = 1 << 22  # longest epoch ordered by a permutation in memory (32 MiB), not by a hash
 MOST = 1 << 32  # examples that the hash can order
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a batch begins."""
+    """The start of a batch."""
 
     epoch: int = 0
-    position: int = 0  # examples of the epoch before it, of the whole job
+    position: int = 0  # examples of the epoch before it, over all ranks
     inner: str = ""  # of a stream, as text: see `jaxdist.data.reader.resumption`; "" at the start of an epoch
 
 
@@ -25,31 +25,31 @@ class Place:
 class Sampling:
     """The numbers that determine which examples each rank reads."""
 
-    length: int  # examples of the data set
-    batch_size: int  # examples of a part
-    own: tuple[int, ...]  # the parts of each batch that this rank reads, one after the other
-    parts: int  # parts of a batch
-    shuffle: bool  # whether each epoch has an order of its own
-    seed: int  # of that order
-    keep: bool  # whether the tail comes as it is, divided over the ranks
+    length: int  # number of examples in the data set
+    batch_size: int  # examples per part
+    own: tuple[int, ...]  # the parts of each batch that this rank reads, in order
+    parts: int  # number of parts per batch
+    shuffle: bool  # whether each epoch has its own order
+    seed: int  # seed of that order
+    keep: bool  # whether to keep the partial last batch, divided over the ranks
 
     @property
     def whole(self) -> int:
-        """Examples of a step in all parts."""
+        """Return the number of examples per step, over all parts."""
         return self.batch_size * self.parts
 
     @property
     def alone(self) -> bool:
-        """Whether this rank reads all of a batch."""
+        """Check whether this rank reads whole batches."""
         return len(self.own) == self.parts
 
     def steps(self, position: int) -> int:
-        """Steps from a position to the end of the epoch."""
+        """Return the number of steps from a position to the end of the epoch."""
         left = self.length - position
         return -(-left // self.whole) if self.keep else left // self.whole
 
     def seek(self, at: Place, step: int) -> Place:
-        """The place of the batch that comes `step` batches after the one at a place."""
+        """Return the place `step` batches after a place."""
         first = self.steps(at.position)
         if step < first:
             return Place(at.epoch, at.position + step * self.whole)
@@ -57,21 +57,21 @@ class Sampling:
         return Place(at.epoch + 1 + further, step * self.whole)
 
     def of(self, length: int) -> Sampling:
-        """The same for this many examples in their order."""
+        """Return this sampling for `length` examples in their order."""
         return dataclasses.replace(self, length=length, shuffle=False)
 
     def tail(self, position: int) -> int:
-        """Examples of the batch at a position, if it is a last one that stays smaller than the others; else 0."""
+        """Return the length of the batch at a position if it is a partial last one, else 0."""
         left = self.length - position
         return left if self.keep and left < self.whole else 0
 
     def examples(self, epoch: int, position: int) -> np.ndarray:
-        """This rank's examples of a batch."""
+        """Return the indices of this rank's examples of a batch."""
         left = self.tail(position)
         each = -(-left // self.parts) or self.batch_size
         rows = np.concatenate([part * each + np.arange(each) for part in self.own])
         if left:
-            rows = rows[rows < left] if self.alone else np.minimum(rows, left - 1)  # copies of the last one
+            rows = rows[rows < left] if self.alone else np.minimum(rows, left - 1)  # copies of the last
         return self._order(epoch, position + rows)
 
     def _order(self, epoch: int, places: np.ndarray) -> np.ndarray:
@@ -79,7 +79,7 @@ class Sampling:
             return places
         if self.length <= EXACT:
             return _permutation(self.length, self.seed, epoch)[places]
-        from grain.experimental import index_shuffle  # slow to import; and to run, on short data sets
+        from grain.experimental import index_shuffle  # slow to import, and on short data sets
 
         key = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
         return np.array([index_shuffle(int(i), max_index=self.length - 1, seed=key, rounds=4) for i in places])

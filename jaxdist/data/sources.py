@@ -1,4 +1,4 @@
-"""The sources of a loader: arrays, whatever has its examples by index, and streams."""
+"""The sources of a loader: arrays, objects with examples by index, and streams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-_KEPT = "kept are dicts, lists, tuples, strings, bytes, finite numbers and None"
+_KEPT = "supported are dicts, lists, tuples, strings, bytes, finite numbers and None"
 
 
 class Arrays:
@@ -25,8 +25,8 @@ class Arrays:
             if not isinstance(x, np.ndarray | jax.Array) or not x.ndim:
                 kind = "a scalar" if isinstance(x, np.ndarray | jax.Array) else f"a {type(x).__name__}"
                 raise TypeError(
-                    f"{name} is {kind}: expected an array with one entry per example. (A list is taken for a list of "
-                    "examples, a dict or tuple for its parts)"
+                    f"{name} is {kind}: expected an array with one entry per example. (A list means a list of "
+                    "examples; a dict or tuple means its parts)"
                 )
             lengths.setdefault(len(x), name)
         if len(lengths) != 1:
@@ -39,16 +39,16 @@ class Arrays:
         return self.length
 
     def __getitem__(self, index: int) -> Any:
-        # A copy: a transform may write into it.
+        # Copy, since a transform may write into it.
         return jax.tree.map(lambda x: x[index : index + 1].copy()[0], self.tree)
 
     def ends(self) -> int:
-        """A digest of the first and the last example, which tells a part of the data from all of it."""
+        """Return a digest of the first and last example, to detect a source that is only a part."""
         return digest([x[[0, -1]] for x in jax.tree.leaves(self.tree) if len(x) and not x.dtype.hasobject])
 
 
 def is_stream(source: Any) -> bool:
-    """Whether a source gives its examples in order only, or is a function of the epoch that returns such a source."""
+    """Check whether a source only iterates, or is a function of the epoch that returns such."""
     if isinstance(source, np.ndarray | jax.Array | dict | tuple):
         return False
     if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
@@ -68,13 +68,13 @@ def check_iterable(source: Any) -> None:
         )
     if iter(source) is source:
         raise TypeError(
-            f"a {kind} can be read only once, and a source is read again in each epoch and after a restart: pass a "
+            f"a {kind} can be read only once, but a source is read in each epoch and after a restart. Pass a "
             "function of the epoch that returns it, or a class with __iter__"
         )
 
 
 def open_epoch(source: Any, epoch: int) -> Iterator[Any]:
-    """The examples of one epoch of a stream: a `grain.DatasetIterator` if the source is grain's."""
+    """Return one epoch's examples of a stream; for grain's, a `grain.DatasetIterator`."""
     import grain  # slow to import
 
     if callable(source) and not hasattr(source, "__iter__"):
@@ -103,7 +103,7 @@ def _shuffled(source: Any, epoch: int) -> Iterator[Any]:
 
 
 def as_text(state: Any) -> str:
-    """The state of a stream as a Python literal, which gives back exactly what it was."""
+    """Write the state of a stream as a Python literal that restores it exactly."""
 
     def kept(x: Any, at: str) -> Any:
         if isinstance(x, dict):
@@ -121,7 +121,7 @@ def as_text(state: Any) -> str:
 
 
 def of_text(text: str) -> Any:
-    """The state that `as_text` was given."""
+    """Read a state that `as_text` wrote."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
@@ -129,20 +129,20 @@ def of_text(text: str) -> Any:
 
 
 def digest(example: Any) -> int:
-    """Tell an example from others."""
+    """Return a digest to tell examples apart."""
     leaves = (np.asarray(leaf) for leaf in jax.tree.leaves(example))
     return zlib.crc32(b"".join(repr(x.tolist()).encode() if x.dtype.hasobject else x.tobytes() for x in leaves))
 
 
 def stacked(examples: list[tuple[int, Any]]) -> Any:
-    """A batch of examples, each with its index for messages."""
+    """Stack examples into a batch; their indices are for messages."""
     (first, like), *_ = examples
     paths, structure = jax.tree_util.tree_flatten_with_path(like)
     columns: list[list[np.ndarray]] = [[] for _ in paths]
     for i, example in examples:
         if example is None:
             raise ValueError(
-                f"example {i} of the data set is None (filtered out?): filter a stream, as after .to_iter_dataset()"
+                f"example {i} of the data set is None (filtered out?). Filter a stream, as from .to_iter_dataset()"
             )
         leaves, theirs = jax.tree.flatten(example)
         if theirs != structure:

@@ -1,1 +1,1 @@
-"""A traced step, as data: its operations, how to run them, what they send."""
+"""A traced step as data: its operations, rules to run them, and their communication."""

@@ -1,4 +1,4 @@
-"""The text of a compiled program: its computations, and the instructions of each in the order in which they run."""
+"""Parse the text of a compiled program into computations, with instructions in running order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _GROUPS = r"replica_groups=(.*?)(?=, (?!device_ids)\w+=|$)"
 
 @dataclass(frozen=True)
 class Instruction:
-    """A line: ``name = type opcode(operands), attributes``; `rest` is what follows the opcode."""
+    """A line ``name = type opcode(operands), attributes``; `rest` is the text after the opcode."""
 
     name: str
     type: str
@@ -49,12 +49,12 @@ class Instruction:
 
     @property
     def kind(self) -> str | None:
-        """What it does, if it is a collective or starts one."""
+        """Return the kind of collective that this is or starts, if any."""
         return _KINDS.get(self.opcode.removesuffix("-start"))
 
     @property
     def called(self) -> list[str]:
-        """The computations that run as part of it; not those of a kernel."""
+        """Return the computations that run as part of it, except inside kernels."""
         if self.opcode not in _FLOW:
             return []
         names = _CALLED.findall(self.rest)
@@ -64,7 +64,7 @@ class Instruction:
 
     @property
     def groups(self) -> Groups | None:
-        """The devices that a collective is between, group by group, or pairs of sender and receiver; None: all."""
+        """Return a collective's groups of devices, or (sender, receiver) pairs; None means all."""
         listed = self.attribute(r"source_target_pairs=(\{[\d,{}]*\})")
         if listed is None:
             found = self.attribute(_GROUPS)
@@ -74,7 +74,7 @@ class Instruction:
         return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed))
 
     def attribute(self, pattern: str) -> str | None:
-        """The first group of a regular expression."""
+        """Return the first group of a regular expression."""
         match = re.search(pattern, self.rest)
         return match and match[1]
 
@@ -83,7 +83,7 @@ Computations = dict[str, list[Instruction]]
 
 
 def computations(text: str) -> tuple[Computations, str]:
-    """Those of a module, by name, and the name of the one that it runs.
+    """Return the computations of a module by name, and the name of its entry computation.
 
     Source: https://openxla.org/xla/operation_semantics
     """
@@ -110,7 +110,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str) -> int:
-    """Where the parenthesis is closed with which the text begins."""
+    """Return the index of the parenthesis that closes the one at the start of the text."""
     depth = 0
     for match in re.finditer(r"[()]", text):
         depth += 1 if match[0] == "(" else -1
@@ -120,7 +120,7 @@ def _closing(text: str) -> int:
 
 
 class Collective(NamedTuple):
-    """One in a program: what it does, the axes of the mesh that it goes over, and the line that makes what it moves."""
+    """A collective in a program: its kind, its mesh axes, and the line that makes its operand."""
 
     kind: str
     axis: str = ""
@@ -128,7 +128,7 @@ class Collective(NamedTuple):
 
 
 def collectives_of(text: str, meshes: Sequence[Mesh]) -> dict[str, Collective]:
-    """Those of a module, by name, on one of these meshes."""
+    """Return the collectives of a module by name, on one of these meshes."""
     bodies, lines, found = computations(text)[0].values(), _users_lines(text), {}
     for one in itertools.chain.from_iterable(bodies):
         if one.kind:
@@ -139,7 +139,7 @@ def collectives_of(text: str, meshes: Sequence[Mesh]) -> dict[str, Collective]:
 
 
 def _axes(groups: Groups | None, meshes: Sequence[Mesh]) -> str:
-    """The names of the axes of a mesh along which the devices of each group differ; "": of none."""
+    """Return the names of mesh axes along which devices of each group differ, or ""."""
     for mesh in meshes:
         axes = [axis.name for axis in axes_of_mesh(mesh) if axis.size > 1]
         for names in itertools.chain.from_iterable(itertools.combinations(axes, n + 1) for n in range(len(axes))):
@@ -150,7 +150,7 @@ def _axes(groups: Groups | None, meshes: Sequence[Mesh]) -> str:
 
 
 def _users_lines(text: str) -> dict[str, str]:
-    """The user's line of each instruction; of a collective that jaxdist has put in, that of what it moves."""
+    """Map instructions to the user's lines; jaxdist's collectives get those from their operands."""
     parts = dict(part.split("\n", 1) for part in text.split("\n\n") if re.match(r"File|StackFrames", part))
     files = dict(re.findall(r'^(\d+) "(.*)"$', parts.get("FileNames", ""), re.MULTILINE))
     places = re.findall(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", parts.get("FileLocations", ""), re.MULTILINE)
@@ -159,13 +159,13 @@ def _users_lines(text: str) -> dict[str, str]:
         r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", parts.get("StackFrames", ""), re.MULTILINE
     )
     line_of = {"0": ""}
-    for frame, place, parent in frames:  # which count from 1: the parent of the outermost is 1, of the next one 2
+    for frame, place, parent in frames:  # counted from 1: the outermost frame's parent is 1
         file, line = at[place]
         outer = line_of[str(int(parent) - 1)]
         line_of[frame] = f"{file}:{line}" if of_the_user(file) else "" if is_ours(file) else outer
     lines: dict[str, str] = {}
     for body in computations(text)[0].values():
-        for one in body:  # after its operands
+        for one in body:  # comes after its operands
             own = line_of.get(one.attribute(r"stack_frame_id=(\d+)") or "", "")
             lines[one.name] = own or next(filter(None, (lines.get(name) for name in one.operands)), "")
     return lines

@@ -1,4 +1,4 @@
-"""Operations as text: which of them are collectives, types, parameters."""
+"""Operations as text: collectives, types, parameters."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from jaxdist import compat
 from jaxdist.ir.interpreter import Found, axes_of, live, subjaxprs, walk
 from jaxdist.ir.primitives import MICROBATCHES, marked_by, shard_p
 
-# They name the axis and move nothing.
+# These name an axis but send nothing.
 _SILENT = {"axis_index", "axis_size"}
 
 
 def checksum(host: np.ndarray) -> int:
-    """A checksum of the bytes, type and shape of an array."""
-    # As bytes: NumPy exports no buffer of bfloat16 and its kin. Of an array in one piece no copy is made.
+    """Return a checksum of the bytes, type and shape of an array."""
+    # As bytes: NumPy exports no buffer of bfloat16. A contiguous array is not copied.
     own = np.ascontiguousarray(host).reshape(-1).view(np.uint8).data
     return zlib.crc32(own, zlib.crc32(f"{host.dtype}{host.shape}".encode()))
 
 
 def type_text(dtype: Any, shape: Sequence[int]) -> str:
-    """Of an array, as JAX writes it: float32[8,3]."""
+    """Format an array's type as JAX does: float32[8,3]."""
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def aval_text(v: Any) -> str:
-    """The type of a variable or literal; of a token its name."""
+    """Return the type of a variable or literal; for a token, its name."""
     return type_text(getattr(v.aval, "dtype", v.aval), getattr(v.aval, "shape", ()))
 
 
 def moves(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a collective over the devices."""
+    """Check whether an equation is a collective over the devices."""
     return any(isinstance(axis, str) for axis in axes_of(eqn)) and eqn.primitive.name not in _SILENT
 
 
 def parameters(eqn: JaxprEqn) -> str:
-    """Those whose text is the same in every process, and that are no names of functions."""
+    """Format parameters whose text is equal in every process, without function names."""
     plain = {name: _plain(value) for name, value in sorted(eqn.params.items()) if name not in ("name", "debug_info")}
     return "".join(f" {name}={value}" for name, value in plain.items() if value)
 
@@ -58,23 +58,23 @@ def _plain(value: Any) -> str:
 
 
 def place(within: Sequence[tuple[JaxprEqn, int]]) -> str:
-    """Where an equation is that is inside these, each time in the i-th jaxpr."""
+    """Describe the position of an equation inside these, in the i-th jaxpr of each."""
     words = {"scan": "in a scan of {length}: ", "while": "in a while loop: ", "cond": "in branch {i} of a cond: "}
     return "".join(words.get(e.primitive.name, "").format(i=i, length=e.params.get("length")) for e, i in within)
 
 
-# --- what ranks compare
+# --- comparison between ranks
 
 
 _SHOWN = 160  # characters of an operation
 
 
 class Operation(NamedTuple):
-    """An operation of a program, for this rank or another."""
+    """An operation of a program, comparable between ranks."""
 
-    digest: bytes  # of it and of the operations that make its operands, by their places
-    text: str  # for a person: where it is, its name, operands and parameters
-    line: str = ""  # of the user's code; "": none. In a function of a library (`jax.numpy.roll`) it is that of the call
+    digest: bytes  # of the operation and, by position, of the operations that make its operands
+    text: str  # for a person: its position, name, operands and parameters
+    line: str = ""  # of the user's code, if known; the call's for a library function
 
     def __str__(self) -> str:
         text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
@@ -82,19 +82,19 @@ class Operation(NamedTuple):
 
 
 def dataflow(closed: ClosedJaxpr) -> str:
-    """A digest of all operations of a program."""
+    """Return a digest of all operations of a program."""
     return hashlib.blake2b(b"".join(digest for digest, *_ in _each(closed)), digest_size=16).hexdigest()
 
 
 def operations(closed: ClosedJaxpr) -> list[Operation]:
-    """The operations of a program in order, those in its control flow before the one that they are in."""
+    """Return the operations of a program in order; bodies come before their control flow."""
     return [Operation(digest, text, one.line if one else "") for digest, text, one in _each(closed)]
 
 
 def _each(
     closed: ClosedJaxpr, within: tuple[tuple[JaxprEqn, int], ...] = ()
 ) -> Iterator[tuple[bytes, str, Found | None]]:
-    """Of each operation the digest and the text, and of what a program returns."""
+    """Yield each operation's digest and text, and finally those for the program's results."""
     jaxpr, where = closed.jaxpr, place(within)
     numbers: dict[Any, int] = {v: i for i, v in enumerate(jaxpr.invars)}
     held = {v: _held(v, x) for v, x in zip(jaxpr.constvars, closed.consts, strict=True)}
@@ -117,7 +117,7 @@ def _each(
 
 
 def options(closed: ClosedJaxpr) -> list[Operation]:
-    """The options of jaxdist's own functions that a step calls, each once, with the line of the first such call."""
+    """Return options of the jaxdist functions that a step calls, with the first call's lines."""
     found: dict[str, str] = {}
     for one in sorted(walk(closed), key=lambda one: len(one.within)):
         if one.eqn.primitive is shard_p:
@@ -128,16 +128,16 @@ def options(closed: ClosedJaxpr) -> list[Operation]:
 
 
 def _held(v: Any, value: Any) -> str:
-    """A number, or the checksum of an array, that a program holds."""
+    """Return a constant's text: a number, or the checksum of an array."""
     if np.ndim(value) == 0 and not jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key):
         return f"{np.asarray(value)}"
     raw = value
     if jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key):
-        with jax.ensure_compile_time_eval():  # the program that holds it is being traced
+        with jax.ensure_compile_time_eval():  # the program with the constant is being traced
             raw = jax.random.key_data(value)
     if isinstance(raw, jax.Array) and not raw.is_fully_addressable:
         raise ValueError(
-            f"the step closes over an array of shape {raw.shape} that is spread over several processes: pass it as "
+            f"the step closes over an array of shape {raw.shape} that is split over several processes. Pass it as "
             "an argument"
         )
     return f"{aval_text(v)} with the checksum {checksum(np.asarray(raw)):08x}"

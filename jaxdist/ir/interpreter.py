@@ -1,4 +1,4 @@
-"""Evaluate a jaxpr equation by equation with a table of rules: what every pass is made of."""
+"""Evaluate a jaxpr equation by equation with a table of rules, the basis of every pass."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ CONTROL_FLOW = frozenset({"scan", "while", "cond", *CHECKPOINT})
 
 
 class Body(NamedTuple):
-    """A program that control flow runs, and how its values and those of the equation correspond."""
+    """A program inside control flow, with the correspondence of its values to the equation's."""
 
     closed: ClosedJaxpr
-    ins: Sequence[int]  # of each input: the operand
-    outs: Sequence[int] = ()  # of each output: the result; of a loop's condition: none
-    carry: range = range(0)  # inputs that a loop carries: the first outputs of its body are these in the next turn
-    # inputs that are slices of their operands, and outputs that are slices of their results, along the first dimension
+    ins: Sequence[int]  # for each input, the operand
+    outs: Sequence[int] = ()  # for each output, the result; a loop's condition has none
+    carry: range = range(0)  # inputs that a loop carries: the body's first outputs replace them
+    # inputs that are slices of operands, and outputs that are slices of results, along dimension 0
     xs: range = range(0)
     ys: range = range(0)
 
     def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-        """The operands that it takes as they are, those that it carries, and the rest."""
+        """Divide operands into constants, carries, and the rest."""
         taken, start, stop = [operands[k] for k in self.ins], self.carry.start, self.carry.stop
         return taken[:start], taken[start:stop], taken[stop:]
 
 
 def bodies(eqn: JaxprEqn) -> list[Body]:
-    """Of control flow: the condition of a `while` before its body. None of anything else."""
+    """Return the bodies of control flow, else []; for `while`, the condition comes first."""
     params, ins, outs = eqn.params, range(len(eqn.invars)), range(len(eqn.outvars))
     match eqn.primitive.name:
         case "scan":
@@ -57,13 +57,13 @@ def bodies(eqn: JaxprEqn) -> list[Body]:
 
 
 _WORTH_A_CALL, _LONGEST_CALL = 4, 256
-"""Equations."""
+"""Numbers of equations."""
 
 Rule = Callable[..., Any]
-"""``rule(interpreter, eqn, *args) -> outputs`` (one value, or a sequence where the primitive has several)."""
+"""``rule(interpreter, eqn, *args) -> outputs`` (one value, or a sequence if there are several)."""
 
-# Calls that only name a piece of the program. Where a pass has something to do in them they are evaluated in place;
-# differentiation is over by then, so the custom derivatives have done their work.
+# Calls that only name a piece of the program. They are inlined if a pass acts on their contents.
+# Differentiation is over by then, so custom derivatives have had their effect.
 INLINED = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -78,7 +78,7 @@ INLINED = {
 
 
 def subjaxprs(eqn: JaxprEqn) -> Iterator[ClosedJaxpr]:
-    """The jaxprs among an equation's parameters, with what they hold."""
+    """Yield the jaxprs among an equation's parameters, with their constants."""
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(item, (ClosedJaxpr, Jaxpr)):
@@ -86,26 +86,26 @@ def subjaxprs(eqn: JaxprEqn) -> Iterator[ClosedJaxpr]:
 
 
 class Found(NamedTuple):
-    """An equation of a program, or of one inside it."""
+    """An equation of a program, or of a nested one."""
 
     eqn: JaxprEqn
-    program: ClosedJaxpr  # that it stands in
-    within: tuple[tuple[JaxprEqn, int], ...] = ()  # the equations that it is inside, outermost first: in which jaxpr
+    program: ClosedJaxpr  # the program that contains it
+    within: tuple[tuple[JaxprEqn, int], ...] = ()  # outer equations, outermost first; which jaxpr
 
     @property
     def line(self) -> str:
-        """``file:line`` of the user's code; in a function of a library (`jax.numpy.roll`) that of the call."""
+        """Return the user's ``file:line``; in a library function (`jax.numpy.roll`), the call's."""
         outwards = [self.eqn, *(eqn for eqn, _ in reversed(self.within))]
         return next(filter(None, map(compat.user_line, outwards)), "")
 
     @property
     def times(self) -> int:
-        """How often it runs; a while loop counts as one turn, and each branch of a cond as taken."""
+        """Return how often it runs; a while loop counts as one turn, and all branches as taken."""
         return math.prod(eqn.params["length"] for eqn, _ in self.within if eqn.primitive.name == "scan")
 
 
 def walk(program: ClosedJaxpr, within: tuple[tuple[JaxprEqn, int], ...] = ()) -> Iterator[Found]:
-    """The live equations of a program in order, those inside one before it."""
+    """Yield the live equations of a program in order; nested ones come before their parent."""
     for eqn in live(program.jaxpr):
         for i, body in enumerate(subjaxprs(eqn)):
             yield from walk(body, (*within, (eqn, i)))
@@ -113,12 +113,12 @@ def walk(program: ClosedJaxpr, within: tuple[tuple[JaxprEqn, int], ...] = ()) ->
 
 
 def with_bodies(eqn: JaxprEqn, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> dict[str, Any]:
-    """An equation's parameters, with each jaxpr among them changed."""
+    """Return an equation's parameters with each jaxpr among them changed."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, ClosedJaxpr):
             return change(value)
-        if isinstance(value, Jaxpr):  # jax.checkpoint: an open jaxpr, without constants
+        if isinstance(value, Jaxpr):  # jax.checkpoint has an open jaxpr, without constants
             made = change(compat.closed(value))
             if made.consts:
                 raise NotImplementedError(f"constants inside {eqn.primitive}")
@@ -129,18 +129,18 @@ def with_bodies(eqn: JaxprEqn, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> 
 
 
 def axes_of(eqn: JaxprEqn, unsaid: Any = ()) -> tuple[Any, ...]:
-    """Over which axes a collective is: names, and numbers of the operand's own, which vmap put there."""
+    """Return a collective's axes: names, and numbers of the operand's dimensions added by vmap."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name", unsaid))
     return tuple(axes) if isinstance(axes, (tuple, list, frozenset)) else (axes,)
 
 
 def groups_of(eqn: JaxprEqn) -> Sequence[Sequence[int]] | None:
-    """The groups of devices that a collective is within; None: all are one."""
+    """Return a collective's groups of devices, or None if all form one group."""
     return eqn.params.get("groups", eqn.params.get("axis_index_groups"))
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """All of a jaxpr and of those inside it, whether something follows from them or not."""
+    """Yield all equations of a jaxpr and of nested ones, live or not."""
     for eqn in jaxpr.eqns:
         yield eqn
         for sub in subjaxprs(eqn):
@@ -148,31 +148,31 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def contains(jaxpr: Jaxpr, primitives: Collection[Primitive]) -> bool:
-    """Whether an equation of `jaxpr`, or of a jaxpr inside it, binds one of `primitives`."""
+    """Check whether `jaxpr`, or a nested one, binds one of `primitives`."""
     return any(eqn.primitive in primitives for eqn in equations(jaxpr))
 
 
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The body of a call that may be evaluated in place, else None."""
+    """Return the body of a call that may be inlined, else None."""
     body = eqn.params.get(INLINED.get(eqn.primitive.name, ""))
     return None if body is None else compat.closed(body)
 
 
 def retrace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> ClosedJaxpr:
-    """Trace `fun` at `avals`, in the shard_map that is being traced."""
+    """Trace `fun` at `avals`, within the shard_map being traced."""
     return jax.make_jaxpr(lambda *args: list(fun(*args)))(*avals)
 
 
 def renamed(atoms: Sequence[Any], names: Mapping[Any, Any]) -> list[Any]:
-    """Variables under other names; those that have none, and literals, as they are."""
+    """Rename variables; literals and variables without a new name stay unchanged."""
     return [atom if isinstance(atom, Literal) else names.get(atom, atom) for atom in atoms]
 
 
 def inlined(
     fun: Callable[..., Sequence[Any]], operands: Sequence[Any], axes: Sequence[Axis], results: Sequence[Any] = ()
 ) -> tuple[list[JaxprEqn], list[Any], dict[Any, Any]]:
-    """The equations of a function of some variables, on one device; its results, under these names if they are given;
-    and the constants that it holds."""
+    """Return the equations of a function of some variables on one device, its results (named
+    `results` if given), and its constants."""
     traced = jax.make_jaxpr(fun, axis_env=bound(axes))(*(v.aval for v in operands))
     jaxpr, names = traced.jaxpr, dict(zip(traced.jaxpr.invars, operands, strict=True))
     names.update(zip(jaxpr.outvars, results, strict=False))
@@ -181,10 +181,10 @@ def inlined(
 
 
 class Interpreter:
-    """Evaluates jaxprs, with `rules` in place of the primitives that they name.
+    """Evaluates jaxprs, replacing primitives by `rules`.
 
-    Equations that hold none of those primitives, directly or in a jaxpr of theirs, are bound as they are: many in a row
-    in one call, for to trace each anew takes as long as to trace the step. Of the others, calls are inlined; the bodies
+    Equations without those primitives, directly or nested, are bound unchanged: many in a row in one
+    call, since tracing each anew takes as long as tracing the step. Other calls are inlined; bodies
     of control flow and of ``jax.checkpoint`` are rewritten by the same rules and bound again.
     """
 
@@ -193,7 +193,7 @@ class Interpreter:
         self._contains: dict[int, tuple[Jaxpr, bool]] = {}
 
     def run(self, closed: ClosedJaxpr, *args: Any) -> list[Any]:
-        """The outputs of `closed` at `args`."""
+        """Return the outputs of `closed` at `args`."""
         return self.eval_jaxpr(closed.jaxpr, closed.consts, args)
 
     def eval_jaxpr(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -223,9 +223,9 @@ class Interpreter:
         return [read(v) for v in jaxpr.outvars]
 
     def _stretches(self, eqns: Sequence[JaxprEqn]) -> Iterator[tuple[int, int]]:
-        """[start, stop) of equations that are bound as they are, and of each other one alone.
+        """Yield [start, stop) of runs of equations to bind unchanged, and of every other one alone.
 
-        Bounded, because XLA takes long for a call with thousands of operands.
+        Runs are bounded, because XLA takes long for a call with thousands of operands.
         """
         start = 0
         for i, eqn in enumerate(eqns):
@@ -241,11 +241,11 @@ class Interpreter:
             yield start, len(eqns)
 
     def rewrite(self, closed: ClosedJaxpr) -> ClosedJaxpr:
-        """`closed` after the rules, traced in the shard_map that is being traced."""
+        """Apply the rules to `closed`, within the shard_map being traced."""
         return retrace(lambda *xs: self.run(closed, *xs), closed.in_avals)
 
     def eval_eqn(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
-        """The outputs of one equation."""
+        """Return the outputs of one equation."""
         if rule := self.rules.get(eqn.primitive):
             out = rule(self, eqn, *args)
             return out if eqn.primitive.multiple_results else [out]
@@ -257,14 +257,14 @@ class Interpreter:
         return self.eval_nested(eqn, *args)
 
     def eval_nested(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
-        """Rewrite the jaxprs that an equation holds and bind it again; its inputs and outputs keep their types."""
+        """Rewrite the jaxprs in an equation and rebind it; inputs and outputs keep their types."""
         return compat.bind(eqn, with_bodies(eqn, self.rewrite), args)
 
     def touches(self, eqn: JaxprEqn) -> bool:
-        """Whether the equation has to be evaluated, because a jaxpr inside it binds a primitive that has a rule."""
+        """Check whether an equation must be evaluated, because a nested jaxpr binds a ruled primitive."""
 
         def cached(jaxpr: Jaxpr) -> bool:
-            if id(jaxpr) not in self._contains:  # keeps the jaxpr alive, so that its id stays its own
+            if id(jaxpr) not in self._contains:  # keeps the jaxpr alive: its id stays unique
                 self._contains[id(jaxpr)] = (jaxpr, contains(jaxpr, self.rules))
             return self._contains[id(jaxpr)][1]
 
@@ -272,11 +272,11 @@ class Interpreter:
 
 
 def live(jaxpr: Jaxpr) -> list[JaxprEqn]:
-    """The equations on which the outputs depend, those with an effect other than naming a mesh axis, and marks."""
+    """Return equations that outputs depend on, marks, and effects other than naming a mesh axis."""
     needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     kept: list[JaxprEqn] = []
     for eqn in reversed(jaxpr.eqns):
-        # An optimizer may not look at its parameters, of which `jaxdist.zero` says all the same how they are kept.
+        # An optimizer may ignore its parameters, though `jaxdist.zero` decides how they are kept.
         if has_effect(eqn) or eqn.primitive.name == "jaxdist_shard" or any(v in needed for v in eqn.outvars):
             kept.append(eqn)
             needed.update(v for v in eqn.invars if not isinstance(v, Literal))
@@ -284,21 +284,21 @@ def live(jaxpr: Jaxpr) -> list[JaxprEqn]:
 
 
 def has_effect(eqn: JaxprEqn) -> bool:
-    """Whether an equation does more than compute and name a mesh axis."""
+    """Check whether an equation has effects other than naming a mesh axis."""
     return any(type(e).__name__ != "NamedAxisEffect" for e in eqn.effects)
 
 
-# --- how much a program holds at once: an estimate, before a compiler has fused and ordered it
+# --- estimate the peak memory of a program, before a compiler has fused and ordered it
 
 
-# They are made where they are used.
+# These are computed where they are used.
 _FUSED = {"broadcast_in_dim", "iota"}
 
 
 def held_at_once(jaxpr: Jaxpr) -> int:
-    """Bytes of the values that a program makes and holds at once, in the order in which it names them; at most.
+    """Return an upper bound on the bytes of values that a program holds at once, in program order.
 
-    Its arguments do not count, and of a loop only one turn.
+    Arguments do not count, and a loop counts as one turn.
     """
     eqns = list(live(jaxpr))
     last: dict[Any, int] = {}

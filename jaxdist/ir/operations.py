@@ -1,6 +1,6 @@
-"""The table of operations: what the passes know of a primitive by its name alone.
+"""The table of operations: properties that a primitive's name alone implies.
 
-How its dimensions follow from those of the operands is in `jaxdist.placements.rules`.
+The rules for dimensions are in `jaxdist.placements.rules`.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from jaxdist import compat
 
 SAME = frozenset({"copy", "copy_p", "device_put", "jaxdist_plain", "jaxdist_shard", "layout_constraint", "pvary",
                   "reshard", "sharding_constraint"})  # fmt: skip
-"""The result is the operand, perhaps elsewhere."""
+"""The result is the operand, perhaps in a different place."""
 
 SHAPE_ONLY = frozenset({"copy", "copy_p", "reshape", "squeeze", "transpose"})
-"""The result has the operand's entries, each once, and takes no work worth a name."""
+"""The result has each entry of the operand once, at negligible cost."""
 
 ADDITION = frozenset({"add", "add_any"})
 
 LINEAR = SHAPE_ONLY | {"broadcast_in_dim", "dynamic_slice", "expand_dims", "neg", "reduce_sum", "rev", "slice"}
-"""Of one operand: of a sum, the result is the sum of the results."""
+"""Linear in one operand: the result for a sum is the sum of the results."""
 
 ACROSS = frozenset({"all_to_all", "jaxdist_all_reduce", "jaxdist_reduce_scatter", "ppermute"})
-"""Collectives that are linear, and whose result is no larger than their operand."""
+"""Linear collectives whose result is at most as large as their operand."""
 
 CONTRACTION = frozenset({"conv_general_dilated", "dot_general"})
 
 FACTORISATION = {"cholesky": 1 / 3, "eig": 25, "eigh": 9, "geqrf": 2, "hessenberg": 10 / 3, "householder_product": 2,
                  "lu": 2 / 3, "qr": 4, "schur": 25, "svd": 20, "triangular_solve": 1, "tridiagonal": 4 / 3}  # fmt: skip
-"""Of matrices: FLOPs, over the product of both dimensions and the smaller one (Golub and Van Loan, *Matrix
+"""FLOPs for a matrix, divided by both dimensions and the smaller one (Golub and Van Loan, *Matrix
 Computations*)."""
 
 FOR_ITSELF = frozenset({"debug_callback", "debug_print", "io_callback", "jaxdist_count", "jaxdist_own_code",
                         "jaxdist_plain", "jaxdist_shard", "pure_callback", "rng_uniform", "shard_map"})  # fmt: skip
-"""Not to be moved into what one device computes for all: marks, the user's own code for each device, and what is called
-on the root."""
+"""Never moved into work that one device does for all: marks, the user's own code for each device,
+and callbacks on the root."""
 
 SAME_RANK = frozenset({"concatenate", "dynamic_slice", "dynamic_update_slice", "gather", "pad", "rev", "slice", "sort",
                        "split"})  # fmt: skip
@@ -44,27 +44,27 @@ _OF_ENTRIES = frozenset({
     "add_any", "clamp", "convert_element_type", "copy_p", "device_put", "mesh_cast", "name", "optimization_barrier",
     "layout_constraint", "pvary", "random_gamma_grad", "reshard", "select_n", "sharding_constraint", "stop_gradient",
 })  # fmt: skip
-"""These work entry by entry, though JAX has a rule of its own for batches of them."""
+"""These are elementwise, though JAX has a special rule to batch them."""
 
 _OTHER_DIMENSIONS = frozenset({"from_edtype", "random_bits", "random_seed", "random_split", "random_unwrap",
                                "to_edtype"})  # fmt: skip
-"""JAX batches them like work on entries, but their results may have more dimensions, or fewer."""
+"""JAX batches these like elementwise operations, but results may have more or fewer dimensions."""
 
 _DEAR = frozenset({"device_put", "optimization_barrier", "philox2x32", "philox4x32", "random_fold_in",
                    "random_gamma_grad", "reshard", "stage", "threefry2x32", "threefry4x32", "tie",
                    "with_memory_space_constraint"})  # fmt: skip
-"""Work on entries that is not to be done again, or that has a place."""
+"""Elementwise work that should not be repeated, or that has a place."""
 
 
 def is_elementwise(primitive: Primitive) -> bool:
-    """Whether operands and results have the same dimensions, and an entry of a result is made of those at its place.
+    """Check whether entries of results depend only on the operands' entries at their position.
 
-    What JAX registers as that is: its own operations in any version, and those of a user's.
+    This follows JAX's registry: its own operations in any version, and a user's.
     """
     name = primitive.name
     return name in _OF_ENTRIES or (compat.batched_entry_by_entry(primitive) and name not in _OTHER_DIMENSIONS)
 
 
 def is_deferrable(primitive: Primitive) -> bool:
-    """Whether an operation is cheap to compute where all that it takes is deferred: what it makes is deferred too."""
+    """Check whether an operation is cheap: if all its operands are deferred, its result is too."""
     return is_elementwise(primitive) and primitive.name not in _DEAR

@@ -1,6 +1,6 @@
-"""The primitives of a step: its marks, which the user's code binds, and the collectives that placements emit.
+"""The primitives of a step: marks, which the user's code binds, and collectives from placements.
 
-The collectives are lowered by each communicator; what they mean is in their lowering for XLA, `reduced` and the like.
+Each communicator lowers the collectives; the lowering for XLA (`reduced`, ...) defines their meaning.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from jax.interpreters import ad, batching, mlir
 # --- emitted
 
 all_reduce_p = Primitive("jaxdist_all_reduce")
-"""The sum over ``axes``. ``wire``: the dtype in which it travels; None: its own."""
+"""The sum over ``axes``. ``wire``: the dtype to send, if not its own."""
 
 reduce_shard_p = Primitive("jaxdist_reduce_scatter")
-"""The sum over ``axes``, of which each device gets its slice along ``dim``; padded with zeros. ``wire`` as
+"""This device's slice, along ``dim``, of the sum over ``axes``; padded with zeros. ``wire`` as
 above."""
 
 gather_shards_p = Primitive("jaxdist_all_gather")
-"""The slices along ``dim`` of all devices as one array, without the padding: ``size`` entries along ``dim``."""
+"""The slices of all devices joined along ``dim``, without padding: ``size`` entries."""
 
 group_reduce_p = Primitive("jaxdist_group_reduce")
-"""The ``op`` (sum, max or min) over the devices of one's own group of those along ``axes``; ``groups`` hold each once.
+"""The ``op`` (sum, max or min) over a device's group along ``axes``; ``groups`` list each device once.
 
-`lax.psum` takes groups of unequal size, but not where JAX types each value as replicated or varying.
+`lax.psum` accepts groups of unequal size, but not where JAX types values as replicated or varying.
 """
 
 fetch_p = Primitive("jaxdist_fetch")
-"""Its first ``count`` operands, brought from the host's memory to the device when the others have been computed."""
+"""The first ``count`` operands, copied from host to device once the others are computed."""
 fetch_p.multiple_results = True
 
 # --- marks
 
 shard_p = Primitive("jaxdist_shard")
-"""``x``, which may be kept in shards from here on. Bound by `jaxdist.zero` and `jaxdist.shard`.
+"""``x``, which may be sharded from here on. Bound by `jaxdist.zero` and `jaxdist.shard`.
 
-``role``: a ``"gradient"``, the optimizer's ``"state"``, a ``"parameter"``, or ``"requested"`` by the user; ``level``:
-of ZeRO; ``within``: which devices share it (see `placements.marks`); ``split``: how what needs all of it is done (see
-`placements.owners`); ``offload``: whether the state's leaves are kept in the host's memory.
-What the state's leaves are marked as says how they are kept between steps (see `placements.marks`).
+``role``: a ``"gradient"``, the optimizer's ``"state"``, a ``"parameter"``, or ``"requested"`` by
+the user; ``level`` of ZeRO; ``within``: the devices that share it; ``split``: the way to run
+whole-matrix work (see `placements.owners`); ``offload``: keep the state's leaves in host memory.
+The marks on state leaves decide how they are kept between steps (see `placements.marks`).
 """
 
 count_p = Primitive("jaxdist_count")
-"""int32[devices, 2]: how many NaN and how many infinite entries of ``x`` each device has: `jaxdist.step.finite`."""
+"""int32[devices, 2]: numbers of NaN and infinite entries of ``x`` per device (`step.finite`)."""
 
 plain_p = Primitive("jaxdist_plain")
-"""``x``, of a decorated step called on tracers: then it is the plain step, and must not be compiled by itself."""
+"""``x`` in a decorated step called on tracers: the plain step, which must not compile alone."""
 
 
 def mark(
     x: Any, role: str, level: int, within: int | str | None = None, split: str | None = None, offload: bool = False
 ) -> Any:
-    """Bind :data:`shard_p`, if `x` holds numbers."""
+    """Bind :data:`shard_p` if `x` holds floats or other numbers."""
     if getattr(x, "dtype", None) == jax.dtypes.float0:  # the gradient of an integer
         return x
     x = jnp.asarray(x)
@@ -69,7 +69,7 @@ def mark(
 
 
 def marked_by(params: Mapping[str, Any]) -> str:
-    """The call that has bound :data:`shard_p` with these parameters, with its options, for a person."""
+    """Return the call that bound :data:`shard_p` with these parameters, as text."""
     if params["role"] == "requested":
         call, names = "jaxdist.shard", ("within",)
     else:
@@ -79,13 +79,13 @@ def marked_by(params: Mapping[str, Any]) -> str:
 
 
 MICROBATCHES = "microbatches_"
-"""The name of the scope around what `jaxdist.value_and_grad` computes in so many parts."""
+"""The name of the scope around work that `jaxdist.value_and_grad` does in this many parts."""
 
 # --- slices
 
 
 def slices(x: Any, dim: int, devices: int) -> Any:
-    """The devices' slices of `x` along `dim`, in a new leading dimension; padded with zeros where it must be."""
+    """Return the devices' slices of `x` along `dim`, in a new leading dimension; pad with zeros."""
     if pad := -x.shape[dim] % devices:
         x = jnp.pad(x, [(0, pad if d == dim else 0) for d in range(x.ndim)])
     split = x.reshape(*x.shape[:dim], devices, x.shape[dim] // devices, *x.shape[dim + 1 :])
@@ -93,22 +93,22 @@ def slices(x: Any, dim: int, devices: int) -> Any:
 
 
 def joined(parts: Any, dim: int, size: int) -> Any:
-    """What `slices` took apart: `size` entries along `dim`."""
+    """Join the result of `slices`: `size` entries along `dim`."""
     x = jnp.moveaxis(parts, 0, dim)
     x = x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
     return lax.slice_in_dim(x, 0, size, axis=dim)
 
 
 def first_entry(x: Any) -> Any:
-    """A scalar of `x`. A slice, because ``x.reshape(-1)`` is a copy of an array that XLA holds in another order."""
+    """Return a scalar of `x` by slicing: ``x.reshape(-1)`` may copy, if dimensions are permuted."""
     return lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
 
 
-# --- what they compute
+# --- their implementation
 
 
 def reduced(x: Any, axes: tuple[str, ...], wire: str | None = None) -> Any:
-    """What :data:`all_reduce_p` computes, in JAX's own collectives."""
+    """Compute :data:`all_reduce_p` with JAX's own collectives."""
     if not x.size:
         return jnp.zeros(x.shape, x.dtype)
     return lax.psum(x.astype(wire or x.dtype), axes).astype(x.dtype)
@@ -121,7 +121,7 @@ def _fetched(_: Any, eqn: Any, *operands: Any) -> list[Any]:
 
 
 FETCHED = {fetch_p: _fetched}
-"""A rule (see `ir.interpreter`) for what computes :data:`fetch_p`."""
+"""A rule (see `ir.interpreter`) that computes :data:`fetch_p`."""
 
 
 def _shard_shape(aval: Any, dim: int, size: int) -> tuple[int, ...]:
@@ -158,7 +158,7 @@ _REDUCE = {"sum": primitives.psum_p, "max": primitives.pmax_p, "min": primitives
 
 
 def _by_itself(primitive: Primitive, transpose: Callable[..., Any]) -> None:
-    """The rules of a linear primitive that treats each entry of its operand by itself."""
+    """Register the rules of a linear primitive that treats each entry independently."""
     primitive.def_abstract_eval(lambda aval, **_: aval)
     ad.deflinear2(primitive, transpose)
     batching.primitive_batchers[primitive] = lambda args, dims, **params: (primitive.bind(*args, **params), dims[0])
@@ -174,7 +174,7 @@ mlir.register_lowering(shard_p, lambda ctx, x, **_: [x])
 
 
 def counts(x: Any) -> jax.Array:
-    """int32[2]: how many NaN entries, how many infinite."""
+    """Return int32[2]: the numbers of NaN and infinite entries."""
     return jnp.stack([jnp.sum(jnp.isnan(x), dtype=jnp.int32), jnp.sum(jnp.isinf(x), dtype=jnp.int32)])
 
 
@@ -187,7 +187,7 @@ mlir.register_lowering(
 )
 
 
-_COMPILED = "inside a function that jax compiles by itself (jax.jit, lax.scan)"
+_COMPILED = "inside a function that JAX compiles on its own (jax.jit, lax.scan)"
 
 
 def _refuse_processes(name: str, where: str, fate: str, fix: str) -> None:
@@ -208,7 +208,7 @@ plain_p.def_impl(_plain_impl)
 
 
 def _plain_lowering(ctx: Any, x: Any, *, name: str) -> list[Any]:
-    _refuse_processes(name, _COMPILED, "train by itself", "Call it directly, or decorate the outer function instead")
+    _refuse_processes(name, _COMPILED, "train alone", "Call it directly, or decorate the outer function instead")
     if jax.device_count() > 1:
         warnings.warn(
             f"step {name!r} was called {_COMPILED}: there it is the plain step, and runs on one of "

@@ -1,7 +1,7 @@
-"""Trace a step, as one device with the whole batch runs it, to a jaxpr.
+"""Trace a step to a jaxpr, as one device with the whole batch runs it.
 
-The axes of the mesh have size one here: ``lax.psum(x, "data")`` is x, as on one device, and code written for `jax.pmap`
-is right unchanged. One axis of another name that nothing binds is taken for that of data parallelism.
+Mesh axes have size one here: ``lax.psum(x, "data")`` is x, as on one device, so code written for
+`jax.pmap` is right unchanged. One unbound axis with a different name is taken for the data axis.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _mesh: ContextVar[Any] = ContextVar("jaxdist_inside_step", default=None)
 
 
 def inside_step() -> bool:
-    """Whether the code that runs is being traced as part of a decorated step."""
+    """Check whether the current code is being traced as part of a decorated step."""
     return _mesh.get() is not None
 
 
 def step_mesh() -> Mesh | None:
-    """The mesh of the decorated step that is being traced."""
+    """Return the mesh of the decorated step that is being traced, if any."""
     return _mesh.get()
 
 
 def on_device() -> bool:
-    """Whether the code that runs is being traced as what each device does (`jaxdist.per_device`, `jax.shard_map`)."""
+    """Check whether code is being traced per device (`jaxdist.per_device`, `jax.shard_map`)."""
     return not compat.manual_axes().isdisjoint(_KNOWN)
 
 
 @contextlib.contextmanager
 def stepping(mesh: Any) -> Iterator[None]:
-    """Mark what is traced as part of a step on `mesh`."""
+    """Trace as part of a step on `mesh` within this context."""
     token = _mesh.set(mesh)
     try:
         yield
@@ -60,7 +60,7 @@ OnAxis = Callable[[str, Sequence[tuple[float, str]]], object]
 
 
 def trace(fun: Callable[..., Sequence[Any]], args: Sequence[Any], on_axis: OnAxis | None = None) -> ClosedJaxpr:
-    """The jaxpr of a function with the axis of data parallelism bound at size one, and gone from the result."""
+    """Trace a function with data axes bound at size one, and remove them from the result."""
     names = [AXIS]
     while True:
         try:
@@ -70,7 +70,7 @@ def trace(fun: Callable[..., Sequence[Any]], args: Sequence[Any], on_axis: OnAxi
             if "ManualAxisType" not in str(error):
                 raise
             raise StepError(
-                "the step uses lax.pcast, which types values of jax.shard_map: a step is what one device does with the "
+                "the step uses lax.pcast, which is only valid in jax.shard_map: a step runs as on one device with the "
                 "whole batch. Leave it out, or put such code in jaxdist.per_device"
             ) from error
         except NameError as error:
@@ -80,13 +80,13 @@ def trace(fun: Callable[..., Sequence[Any]], args: Sequence[Any], on_axis: OnAxi
             others = [other for other in names[1:] if other not in _KNOWN]
             if others and name not in _KNOWN:
                 raise StepError(
-                    f"the step names two axes that nothing binds, {others[0]!r} and {name!r}: only one can be that of "
+                    f"the step names two unbound axes, {others[0]!r} and {name!r}: only one can be the axis of "
                     f"data parallelism. Bind the other (jax.vmap(axis_name={name!r}), jax.shard_map)"
                 ) from None
             names.append(name)
             if name in _KNOWN:
                 continue
-            _log.info("the axis %r is taken for that of data parallelism: of size one, as on one device", name)
+            _log.info("treating the unbound axis %r as the data axis, with size one as on one device", name)
     axes = [(name, 1) for name in names]
     if contains(closed.jaxpr, [compat.composite_p]):
         plain = Interpreter({compat.composite_p: compat.expanded})
@@ -100,7 +100,7 @@ def trace(fun: Callable[..., Sequence[Any]], args: Sequence[Any], on_axis: OnAxi
 
 
 def with_axis(fun: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """``fun(*args)``, arrays or tracers, with the axis of data parallelism bound at size one if it is named."""
+    """Call ``fun(*args)`` on arrays or tracers; a data axis that it names has size one."""
     try:
         return fun(*args)
     except NameError as error:
@@ -125,7 +125,7 @@ _COLLECTIVES = {
 
 
 def _named(jaxpr: Jaxpr, names: set[str]) -> bool:
-    """Whether a collective over one of the axes is in it, outside a `shard_map`."""
+    """Check whether a collective over one of the axes occurs outside a `shard_map`."""
     return any(_names(eqn, names) for eqn in jaxpr.eqns)
 
 
@@ -137,7 +137,7 @@ def _names(eqn: JaxprEqn, names: set[str]) -> bool:
 
 def _divided(jaxpr: Jaxpr, names: set[str]) -> Iterator[tuple[float, str]]:
     sums: set[Any] = set()
-    gathered: dict[Any, int] = {}  # and the dimension of the devices
+    gathered: dict[Any, int] = {}  # with the dimension of the devices
     for eqn in jaxpr.eqns:
         name, read = eqn.primitive.name, [v for v in eqn.invars if not isinstance(v, Literal)]
         taken = not sums.isdisjoint(read)

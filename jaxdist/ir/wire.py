@@ -1,4 +1,4 @@
-"""What a program sends: each of its collectives, with the bytes that a ring would move."""
+"""A program's communication: each of its collectives, with the bytes that a ring would send."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ class Collective:
     """A collective as XLA runs it."""
 
     kind: str  # all-reduce, reduce-scatter, all-gather, all-to-all, permute or broadcast
-    dtype: str  # of what travels, with plus signs between several
-    bytes: int  # of the whole arrays, each time: of one device's operands, of an all-gather's results
-    groups: tuple[tuple[int, ...], ...]  # the devices that take part; a ring for each
-    times: int  # how often in a step
+    dtype: str  # the dtype sent, or several with plus signs between
+    bytes: int  # of the whole arrays, per run: one device's operands, or an all-gather's results
+    groups: tuple[tuple[int, ...], ...]  # the devices that take part, one ring per group
+    times: int  # number of runs per step
     overlapped: bool  # whether a kernel on more than scalars runs between its start and its end
-    where: str = ""  # the operation's name in JAX, with the loops and functions that it is in
+    where: str = ""  # the operation's name in JAX, with surrounding loops and functions
 
     @property
     def devices(self) -> int:
-        """The number of devices of the largest group."""
+        """Return the number of devices in the largest group."""
         return max(map(len, self.groups))
 
     @property
     def sent(self) -> int:
-        """Bytes that a device sends in a step, if the library takes a ring."""
+        """Return the bytes that a device sends per step, assuming rings."""
         return round(self.times * self.bytes * ring_factor(self.kind, self.devices))
 
     def seconds(self, machine: Machine) -> float:
-        """How long it takes at the full speed of the links, each time after another."""
+        """Return the time that all runs take, one by one, at the full speed of the links."""
         bandwidth, latency = machine.speed(self.groups)
         return self.sent / bandwidth + self.times * latency
 
 
 def sent(program: ClosedJaxpr, axes: Sequence[Axis], machine: Machine) -> Iterator[Collective]:
-    """What a program sends at least: as if XLA merged all that it may, and where it has a schedule hid what goes along
-    the axes of data. (For activations that another axis sends the next operation waits.)
+    """Estimate the least communication of a program: XLA merges all it can and, given a schedule,
+    hides messages along data axes. (The next operation waits for activations sent along other axes.)
 
-    For CPUs it may merge all-reduces; for GPUs all of a kind, and reductions are moved out of loops.
+    XLA for CPUs merges all-reduces; for GPUs all of a kind, and it moves reductions out of loops.
     """
     on_cpu, devices = machine.kind.is_cpu, math.prod(axis.size for axis in axes)
     inner = {axis.name for axis in axes if axis.size > 1 and axis.name in (MODEL, SEQUENCE)} if len(axes) > 1 else set()
@@ -79,7 +79,7 @@ def sent(program: ClosedJaxpr, axes: Sequence[Axis], machine: Machine) -> Iterat
 
 
 def _moved(eqn: JaxprEqn, kind: str, n: int, on_cpu: bool) -> Iterator[tuple[str, int]]:
-    """The dtype that travels and the bytes of the whole array, of each operand."""
+    """Yield for each operand the dtype sent and the bytes of the whole array."""
     wire = eqn.params.get("wire")
     for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
         aval: Any = operand.aval

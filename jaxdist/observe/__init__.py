@@ -1,1 +1,1 @@
-"""What a run does: metrics, traces, where arrays move."""
+"""Observe a run: metrics, traces, communication."""

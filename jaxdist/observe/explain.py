@@ -1,4 +1,4 @@
-"""`explain`: what a step moves between devices, what every device computes again, and why."""
+"""`explain`: the communication of a step, work that every device repeats, and the reasons."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from jaxdist.step.decorated import DataParallel
 
 @dataclass(frozen=True)
 class Explanation:
-    """What moves; as text, for a person."""
+    """The communication of a step; prints as text."""
 
-    rows: tuple[Row, ...]  # most bytes first, then what is repeated
-    cut: Mapping[str, int]  # the leaves of the state that the model axis cuts, by name, and the dimension
-    mesh: str  # which was chosen, and why; "": it was given
+    rows: tuple[Row, ...]  # communication, most bytes first, then repeated work
+    cut: Mapping[str, int]  # state leaves that the model axis cuts, by name, with the dimension
+    mesh: str  # the chosen mesh and the reason, or "" if it was given
     verbose: bool
 
     def __str__(self) -> str:
         mesh = [f"mesh: {self.mesh}"] * bool(self.mesh)
         if not self.verbose:
             cut = [f"the axis 'model' cuts {len(self.cut)} leaves of the state"] * bool(self.cut)
-            return "\n".join([*mesh, text(self.rows, False), *cut, "explain(..., verbose=True) says all"])
+            return "\n".join([*mesh, text(self.rows, False), *cut, "explain(..., verbose=True) shows everything"])
         cut = [f"the axis 'model' cuts {name} along dimension {dim}" for name, dim in self.cut.items()]
         return "\n".join([*mesh, text(self.rows, True), *cut])
 

@@ -1,4 +1,4 @@
-"""`run_log`: the metrics of a training run in a file, and its progress on the root's standard error."""
+"""`run_log`: metrics of a training run in a file, and progress on the root's standard error."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from jaxdist.runtime.context import get_context
 FILE = "metrics.jsonl"
 Sink = Callable[[int, dict[str, float]], object]
 
-_AHEAD = 1000  # steps held back: a host that is further ahead of its device waits
-_EVERY = 10.0  # seconds between two lines of progress
+_AHEAD = 1000  # limit on unwritten steps: a host that is further ahead of its device waits
+_EVERY = 10.0  # seconds between lines of progress
 _OWN = ("step", "time", "examples_per_s", "tokens_per_s")
 
 _log = logging.getLogger("jaxdist")
@@ -40,23 +40,23 @@ _log = logging.getLogger("jaxdist")
 class _Entry:
     step: int
     metrics: dict[str, Any]
-    ended: float = 0.0  # when its arrays were computed, by `time.monotonic`; 0: nobody has seen it yet
+    ended: float = 0.0  # time at which its arrays were ready, by `time.monotonic`; 0 if unknown
 
 
 class RunLog:
-    """The log of a run, which `run_log` opens. On ranks other than the root it only checks its arguments."""
+    """The log of a run, from `run_log`. Ranks other than the root only check arguments."""
 
     def __init__(self, file: Path, is_root: bool, total: int | None, per_step: dict[str, float], sinks: Sequence[Sink]):
         self._path, self._is_root, self._total, self._per_step = file, is_root, total, per_step
         self._sinks = list(sinks)
         self._file: TextIO | None = None
-        self._last = -sys.maxsize  # step given
+        self._last = -sys.maxsize  # latest step
         self._written: _Entry | None = None
         self._shown: _Entry | None = None
-        self._latest: dict[str, float] = {}  # of each metric
+        self._latest: dict[str, float] = {}  # the latest value of each metric
         self._pending: deque[_Entry] = deque()
         self._running: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
-        # A daemon: what a failed job's device is computing may never arrive.
+        # A daemon thread, since arrays of a failed job may never arrive.
         self._timer = threading.Thread(target=_note_ends, args=[self._running], name="jaxdist-log", daemon=True)
 
     def __call__(self, step: int, **metrics: Any) -> None:
@@ -64,7 +64,7 @@ class RunLog:
         step = int(step)
         for name, value in metrics.items():
             if name in _OWN:
-                raise ValueError(f"metric {name!r}: the log has an entry of its own by this name; choose another")
+                raise ValueError(f"metric {name!r}: this name is reserved for the log. Use a different name")
             if math.prod(np.shape(value)) != 1:
                 raise ValueError(f"metric {name!r} of step {step} has shape {np.shape(value)}; expected a scalar")
         if step < self._last:
@@ -81,7 +81,7 @@ class RunLog:
         self._write(self._file, wait=False)
 
     def _write(self, file: TextIO, wait: bool) -> None:
-        """Writes what has been computed, in order; the rest as well if it may wait."""
+        """Write finished entries in order; if `wait`, wait for the rest and write it too."""
         while self._pending and (wait or len(self._pending) > _AHEAD or _ready(self._pending[0])):
             entry = self._pending.popleft()
             metrics = {name: _number(entry.step, name, x) for name, x in entry.metrics.items()}
@@ -91,30 +91,30 @@ class RunLog:
                 self._written = entry
             ended = time.time() - time.monotonic() + entry.ended
             line = {"step": entry.step, "time": round(ended, 6), **metrics, **rates}
-            # JSON has neither NaN nor infinity: "NaN", say.
+            # JSON has neither NaN nor infinity: write "NaN" or "Infinity" strings.
             text = json.dumps({name: x if math.isfinite(x) else json.dumps(x) for name, x in line.items()})
             file.write(f"{text}\n")
-            file.flush()  # from here on a kill can't take it away
+            file.flush()  # from here on a kill cannot remove it
             for sink in list(self._sinks):
                 try:
                     sink(entry.step, {**metrics, **rates})
                 except Exception as error:
                     self._sinks.remove(sink)
                     why = f"{getattr(sink, '__name__', sink)} failed at step {entry.step}: {in_words(error)}"
-                    _log.warning("run_log: sink %s. It gets no more metrics; %s has them all", why, FILE)
+                    _log.warning("run_log: sink %s. It is dropped; %s has all metrics", why, FILE)
             self._latest |= metrics
             if self._shown is None or entry.ended - self._shown.ended >= _EVERY:
                 self._show()
 
     def _rates(self, since: _Entry | None, now: _Entry) -> dict[str, float]:
-        """Examples and tokens per second; none for the first step, which is compiled first."""
+        """Return examples and tokens per second; nothing for the first step, which compiles."""
         if since is None or now.step == since.step or now.ended <= since.ended:
             return {}
         steps, seconds = now.step - since.step, now.ended - since.ended
         return {name: float(f"{n * steps / seconds:.6g}") for name, n in self._per_step.items()}
 
     def _show(self) -> None:
-        """Prints a line of progress, with the throughput since the line before."""
+        """Print a line of progress, with the throughput since the previous line."""
         now, before = self._written, self._shown
         if now is None or now == before:
             return
@@ -131,13 +131,13 @@ class RunLog:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
-        """Writes what is left; after an error only what has been computed."""
+        """Write the remaining entries; after an error, only finished ones."""
         if self._file is None:
             return
         self._running.put(None)
         try:
             self._write(self._file, wait=error is None)
-            if error is None:  # inside JAX when the interpreter ends, it would abort the process
+            if error is None:  # inside JAX at interpreter exit, it aborts the process
                 self._timer.join()
         finally:
             self._file.close()
@@ -154,10 +154,10 @@ def run_log(
 ) -> RunLog:
     """Log metrics to ``path/metrics.jsonl``, and progress to the root's standard error.
 
-    Every rank calls it; only the root writes. Logging does not wait for the device before the end of the ``with``
-    block. Each line is a JSON object with ``step``, ``time`` (the end of the step, in seconds since 1970), the metrics,
-    and ``examples_per_s`` and ``tokens_per_s`` since the previous step. NaN and infinities are strings that ``float``
-    accepts.
+    Every rank calls it; only the root writes. Logging does not wait for the device until the
+    ``with`` block ends. Each line is a JSON object with ``step``, ``time`` (the end of the step, in
+    seconds since 1970), the metrics, and ``examples_per_s`` and ``tokens_per_s`` since the previous
+    step. NaN and infinities are strings that ``float`` accepts.
 
     If a run restarts at step k, it replaces the lines from step k on. Damaged lines are dropped with a warning. The
     previous file is kept as ``metrics.jsonl.bak``.
@@ -201,19 +201,19 @@ def run_log(
 
 
 def _note_ends(entries: queue.SimpleQueue[_Entry | None]) -> None:
-    """When each step ends, which a host that is ahead of its device learns too late for a throughput."""
+    """Record the end of each step; a host that is ahead of its device would see it too late."""
     while (entry := entries.get()) is not None:
         x = None
         for x in entry.metrics.values():
-            with contextlib.suppress(RuntimeError):  # donated, or its computation failed: `_number` says so
+            with contextlib.suppress(RuntimeError):  # donated or failed: `_number` raises the error
                 if isinstance(x, jax.Array):
                     x.block_until_ready()
         entry.ended = entry.ended or time.monotonic()
-        del entry, x  # else they would stay until the next step ends
+        del entry, x  # otherwise they would live until the next step ends
 
 
 def _ready(entry: _Entry) -> bool:
-    # is_ready of a deleted array crashes the process (jax 0.10); `_number` says what is wrong with one.
+    # is_ready of a deleted array crashes the process (jax 0.10); `_number` raises an error for it.
     return all(x.is_deleted() or x.is_ready() for x in entry.metrics.values() if hasattr(x, "is_ready"))
 
 
@@ -226,16 +226,16 @@ def _number(step: int, name: str, x: Any) -> float:
 
 
 def entry_of(line: bytes) -> dict[str, Any] | None:
-    """What a line of the file says; None: a crash has damaged it."""
+    """Parse a line of the file; return None if a crash has damaged it."""
     try:
         entry = json.loads(line.decode())
-    except ValueError:  # torn JSON, torn UTF-8, or zeros where the file system had written no data yet
+    except ValueError:  # partial JSON or UTF-8, or zeros of unwritten blocks
         return None
     return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
 
 
 def _drop_from(file: Path, step: int) -> None:
-    """Removes the lines of this step and later ones, and damaged ones; the file as it was is kept beside it."""
+    """Remove lines from this step on, and damaged ones; keep the previous file as a backup."""
     before = file.read_bytes()
     entries = [(line, entry_of(line)) for line in before.split(b"\n") if line]
     if damaged := sum(entry is None for _, entry in entries):
@@ -245,4 +245,4 @@ def _drop_from(file: Path, step: int) -> None:
         shutil.copyfile(file, f"{file}.bak")
         rest = file.with_suffix(".tmp")
         rest.write_bytes(after)
-        rest.replace(file)  # so that at any moment the whole log is there
+        rest.replace(file)  # so that a complete log exists at any moment

@@ -1,4 +1,4 @@
-"""`profile`: a trace of each rank, and a table of what takes the devices' time."""
+"""`profile`: a trace of each rank, and a table of the devices' time."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from jaxdist.runtime.context import get_context
 from jaxdist.text import text_of
 
 _MOST_ROWS = 20
-# Of one rank: the seconds in operations of programs, and on each device those of each call of a collective, in order.
+# A rank's seconds in programs; per collective and device, the seconds of each call in order.
 Trace = tuple[float, dict[Collective, list[list[float]]]]
 
 
 @contextlib.contextmanager
 def profile(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Trace the devices of every rank, and print a table of where their time goes on the root.
+    """Trace the devices of every rank, and print a breakdown of their time on the root.
 
-    Every rank enters and leaves it, and waits for its devices. Rank r writes to ``path/rank{r}``, for TensorBoard (with
-    tensorboard-plugin-profile) or, with the ``perfetto_trace.json.gz`` inside, for https://ui.perfetto.dev. Run the
-    step once before; otherwise the trace contains its compilation.
+    Every rank enters and leaves it, and waits for its devices. Rank r writes to ``path/rank{r}``, for
+    TensorBoard (with tensorboard-plugin-profile) or, with the ``perfetto_trace.json.gz`` inside, for
+    https://ui.perfetto.dev. Run the step once before; otherwise the trace contains its compilation.
 
     The table splits the busy time of the devices into computation, each collective by mesh axis with the line of code
     that causes it, and waiting in collectives for slower devices. It does not count collectives outside a step over
@@ -53,14 +53,14 @@ def profile(path: str | os.PathLike[str]) -> Iterator[None]:
     folder = root / f"rank{ctx.rank}"
 
     def report() -> Part[None]:
-        traces = sorted(folder.glob("plugins/profile/*/*.xplane.pb"))  # the folders are named by the time
+        traces = sorted(folder.glob("plugins/profile/*/*.xplane.pb"))  # sorted by time
         if not traces:
-            raise RuntimeError(f"jax.profiler has left no trace in {folder}")
+            raise RuntimeError(f"jax.profiler wrote no trace to {folder}")
         return Part(None, told=read(traces[-1]))
 
     on_every_rank(ctx, "profile", lambda: Part(folder.mkdir(parents=True, exist_ok=True)), raises=(OSError,))
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # it slows Python's functions down
+    options.python_tracer_level = 0  # it slows down Python functions
     jax.profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
     try:
         yield
@@ -73,16 +73,16 @@ def profile(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _finish_dispatched() -> None:
-    """Wait for the programs under way on this process's devices."""
+    """Wait for running programs on this process's devices."""
     jax.block_until_ready([x for x in jax.live_arrays() if not x.is_deleted()])
 
 
 def read(trace: str | os.PathLike[str]) -> Trace:
-    """What a trace says of the devices of its rank."""
+    """Read the times of a rank's devices from a trace."""
     shardings = [x.sharding for x in jax.live_arrays() if not x.is_deleted()]
     meshes = {one.mesh for one in shardings if isinstance(one, NamedSharding) and isinstance(one.mesh, Mesh)}
     known = dict[tuple[Any, Any], Collective]()  # by the names of program and operation
-    for program, text in compat.programs():  # of one name the newest counts
+    for program, text in compat.programs():  # of equal names, the newest program counts
         known |= {(program, name): one for name, one in collectives_of(text, list(meshes)).items()}
     busy: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     on: dict[Collective, dict[Any, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
@@ -90,11 +90,11 @@ def read(trace: str | os.PathLike[str]) -> Trace:
         of_device = plane.name.startswith("/device:")
         for i, line in enumerate(plane.lines):
             if of_device and not line.name.startswith(("Stream", "XLA Ops")):
-                continue  # what is made of the others: whole modules, steps, names of layers
+                continue  # derived lines: whole modules, steps, layer names
             for event in line.events:
                 stats = dict(event.stats)
                 if event.name.startswith("$") or not (of_device or "hlo_op" in stats):
-                    continue  # Python's functions, XLA's own work on the host
+                    continue  # Python functions, or XLA's own work on the host
                 busy[plane.name, i].append((event.start_ns, event.start_ns + event.duration_ns))
                 one = known.get((stats.get("hlo_module"), stats.get("hlo_op", event.name)))
                 if one is None and event.name.startswith("nccl"):
@@ -107,7 +107,7 @@ def read(trace: str | os.PathLike[str]) -> Trace:
 
 
 def _together(intervals: list[tuple[float, float]]) -> float:
-    """The length that intervals cover together."""
+    """Return the length that intervals cover together."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -116,7 +116,7 @@ def _together(intervals: list[tuple[float, float]]) -> float:
 
 
 def _table(traces: Sequence[Trace]) -> str:
-    from rich.table import Table  # here: each rank would import it at its start
+    from rich.table import Table  # import here, not at the start of each rank
 
     busy = sum(seconds for seconds, _ in traces)
     if not busy:
@@ -125,7 +125,7 @@ def _table(traces: Sequence[Trace]) -> str:
     for _, collectives in traces:
         for one, durations in collectives.items():
             on[one] += durations
-    # The last device of a call waits for nobody; what the call takes longer on the others is their wait for it.
+    # The last device of a call waits for no one; other devices' longer times are waits for it.
     moving = {one: len(each) * sum(map(min, zip(*each, strict=False))) for one, each in on.items()}
     waiting = sum(sum(map(sum, each)) for each in on.values()) - sum(moving.values())
     computing = busy - waiting - sum(moving.values())

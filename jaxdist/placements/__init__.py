@@ -4,18 +4,18 @@
 |---|---|
 | `values` | the placements: Replicated, Split, Partial, Deferred |
 | `block` | a step as a flat list of operations |
-| `rules` | what each operation does to the dimensions of its operands: the table of rules |
-| `infer`, `walk`, `strategy` | the walk that settles the placement of each value, and what it settles |
-| `summands`, `shapes`, `lookups` | what it knows of such operations |
-| `loops`, `control_flow` | and of those with bodies |
-| `options`, `search` | which options of the operations are taken, and what the model axis cuts: what costs least |
-| `products` | options: few examples in place of large weights, heads in place of keys and values |
-| `marks` | what `jaxdist.zero` asks for, what leads to it, and which devices share it |
-| `matrices`, `owners`, `owned` | work on whole matrices: found, given to devices, and run by them |
-| `emit`, `run` | the program of one device, once |
-| `buckets` | which collectives travel together, and when |
+| `rules` | the table of rules: how each primitive treats the dimensions of its operands |
+| `infer`, `walk`, `strategy` | the walk that settles the placement of each value, and its result |
+| `summands`, `shapes`, `lookups` | its special rules for operations without bodies |
+| `loops`, `control_flow` | its rules for operations with bodies |
+| `options`, `search` | the cheapest options of operations, and dimensions for the model axis |
+| `products` | options: send examples rather than weights, heads rather than keys and values |
+| `marks` | the marks of `jaxdist.zero`, values that lead to them, devices that share a leaf |
+| `matrices`, `owners`, `owned` | work on whole matrices: find it, assign it to devices, run it |
+| `emit`, `run` | the program of one device, emitted once |
+| `buckets` | which collectives are sent together, and when |
 | `cost` | the FLOPs, seconds and messages of a placed step |
-| `report` | what moves, and what every device repeats |
+| `report` | the communication of a step, and the work that every device repeats |
 """
 
 from jaxdist.placements import control_flow, lookups, loops, owned, products, shapes  # noqa: F401  (their rules)

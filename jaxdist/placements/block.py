@@ -23,10 +23,10 @@ class Node:
 
     eqn: JaxprEqn  # of the jaxpr
     ins: tuple[int, ...]  # the numbers of its operands in the block
-    outs: tuple[int, ...]  # of its results
-    backward: bool  # it was made by differentiation
-    calls: tuple[JaxprEqn, ...] = ()  # the calls in whose place it stands, the outermost first
-    # its factors, once they were asked for (`jaxdist.placements.walk.Walk.factors`)
+    outs: tuple[int, ...]  # the numbers of its results
+    backward: bool  # differentiation made it
+    calls: tuple[JaxprEqn, ...] = ()  # the calls that it was inlined from, outermost first
+    # its factors, once requested (`jaxdist.placements.walk.Walk.factors`)
     described: list[Any] = field(default_factory=list, init=False)
     # what `Walk.by_factors` returned for its operands' placements
     by_factors: dict[Any, Any] = field(default_factory=dict, init=False)
@@ -42,7 +42,7 @@ class Node:
 
     @property
     def turns(self) -> int:
-        """How often its bodies run; those of a `while` are taken to run once."""
+        """Return how many times its bodies run; a `while` counts as one."""
         return self.eqn.params["length"] if self.name == "scan" else 1
 
 
@@ -50,26 +50,26 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Classes(Generic[T]):
-    """Things that belong together: a union-find."""
+    """A union-find over things that belong together."""
 
     def __init__(self) -> None:
         self._up: dict[T, T] = {}
 
     def of(self, a: T) -> T:
-        """What stands for all that `a` belongs to."""
+        """Return the representative of the class of `a`."""
         while (up := self._up.setdefault(a, a)) != a:
             self._up[a] = self._up[up]
             a = up
         return a
 
     def tie(self, a: T, b: T) -> None:
-        """From here on `b` stands for what `a` belongs to, or what `b` belongs to does."""
+        """Merge the classes of `a` and `b`."""
         self._up[self.of(a)] = self.of(b)
 
 
 _SAME = SHAPE_ONLY | {"convert_element_type"}
 TO_A_SUM = ADDITION | _SAME
-"""The operations by which a term comes into the sum that it is of."""
+"""The operations between a term and the sum that it is part of."""
 
 
 @dataclass(eq=False)
@@ -77,23 +77,23 @@ class Block:
     """The body of a step, a loop or a branch."""
 
     avals: list[Any] = field(default_factory=list)  # the logical type of each value
-    inputs: list[int] = field(default_factory=list)  # the values that it is given
+    inputs: list[int] = field(default_factory=list)  # the values that it takes
     known: dict[int, Any] = field(default_factory=dict)  # constants
     nodes: list[Node] = field(default_factory=list)  # in order
-    # those that nothing follows from as well: marks of parameters that the optimizer does not look at
+    # `nodes`, plus dead operations: marks of parameters that the optimizer ignores
     traced: list[Node] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)  # the values that it returns
-    uses: list[int] = field(default_factory=list)  # of each value: how many operands and outputs it is
-    outermost: bool = False  # it is a step's own body, which runs once
+    uses: list[int] = field(default_factory=list)  # for each value, its uses as operand or output
+    outermost: bool = False  # it is the step's own body, which runs once
 
     @functools.cached_property
     def makers(self) -> dict[int, Node]:
-        """Of each value that an operation makes: which."""
+        """Map each value to the operation that produces it."""
         return {o: node for node in self.nodes for o in node.outs}
 
     @functools.cached_property
     def users(self) -> dict[int, list[int]]:
-        """Of each value: the operations that take it, by their places."""
+        """Map each value to the positions of the operations that take it."""
         found: dict[int, list[int]] = {}
         for k, node in enumerate(self.nodes):
             for i in dict.fromkeys(node.ins):
@@ -102,7 +102,7 @@ class Block:
 
     @functools.cached_property
     def before_products(self) -> frozenset[int]:
-        """The values from which a product follows, or a loop or branch."""
+        """Return the values that some product, loop or branch depends on."""
         found: set[int] = set()
         for node in reversed(self.nodes):
             if node.name in CONTRACTION | CONTROL_FLOW or not found.isdisjoint(node.outs):
@@ -110,7 +110,7 @@ class Block:
         return frozenset(found)
 
     def source(self, i: int) -> int:
-        """The value of which this one is the same entries, in another shape or dtype."""
+        """Follow changes of shape and dtype back to the value that this one comes from."""
         while (made := self.makers.get(i)) is not None and made.name in _SAME:
             i = made.ins[0]
         return i
@@ -120,14 +120,14 @@ class Block:
         return len(self.avals) - 1
 
     def count_uses(self) -> None:
-        """Find `uses`."""
+        """Compute `uses`."""
         self.uses = [0] * len(self.avals)
         for i in (*self.outputs, *(i for node in self.nodes for i in node.ins)):
             self.uses[i] += 1
 
 
 def flatten(closed: ClosedJaxpr, backward: bool = False) -> Block:
-    """A jaxpr as a block."""
+    """Flatten a jaxpr into a block."""
     block = Block()
     block.inputs = [block.new(v.aval) for v in closed.jaxpr.invars]
     block.outputs = _inline(block, closed.jaxpr, closed.consts, block.inputs, backward, ())
@@ -173,14 +173,14 @@ def _inline(
 
 
 def _called(eqn: JaxprEqn, ins: Sequence[int]) -> tuple[ClosedJaxpr | None, Sequence[int]]:
-    """The body of a call that may stand in the call's place, and what it takes of the operands."""
+    """Return the body to inline for a call, if any, and the operands that it takes."""
     if eqn.primitive.name == "custom_linear_solve":  # differentiation is over: only the solution itself is left
         return compat.linear_solve(eqn.params, ins)
     return called(eqn), ins
 
 
 def number(value: Any) -> Any:
-    """The number that a constant is, if it is one."""
+    """Return the value of a constant that is a single number, else None."""
     try:
         dtype = jnp.result_type(value)
         if np.ndim(value) == 0 and dtype != jax.dtypes.float0 and not jnp.issubdtype(dtype, jax.dtypes.extended):
@@ -191,7 +191,7 @@ def number(value: Any) -> Any:
 
 
 def added(block: Block, outputs: frozenset[int]) -> frozenset[int]:
-    """Values that lead to some outputs by additions, changes of their shape and factors only."""
+    """Return values that reach some outputs by additions, reshapes and constant factors only."""
     found = {block.outputs[k] for k in outputs}
     for node in reversed(block.nodes):
         scaled = node.name in ("mul", "div") and any(i in block.known for i in node.ins)

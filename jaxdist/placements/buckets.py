@@ -1,11 +1,11 @@
-"""The *fuse* pass: small tensors travel in buckets, in the order in which the step makes or needs them.
+"""The *fuse* pass: send small tensors together, in the order in which the step makes or needs them.
 
-A message costs a latency and a byte a time: many small tensors go faster as one. Collectives of one kind (operation,
-dtype, dtype on the wire) are put together until a bucket is full; a tensor that fills a bucket alone travels as it is,
-for copying it would cost more than it saves. Two are never in one bucket if one follows from the other.
+A message costs latency plus time per byte, so small tensors are sent together. Collectives of one
+kind (operation, dtype, dtype on the wire) share a bucket until it is full. A tensor that fills one
+alone is not copied: that would cost more than it saves. Dependent tensors never share a bucket.
 
-Reductions start as soon as the backward pass has made the last of their bucket; shards are gathered when the first
-whole array of a bucket is needed, and no sooner.
+Reductions start once the backward pass has made the last tensor of their bucket; shards are
+gathered when the first whole array of a bucket is needed, and no sooner.
 
 Reference: Li et al., *PyTorch Distributed*, VLDB 2020, section 3.2.3 (gradient bucketing).
 """
@@ -32,21 +32,21 @@ from jaxdist.mesh import Axis
 
 FUSED = {all_reduce_p, reduce_shard_p, gather_shards_p}
 _MANY = 8
-"""Pieces of a bucket for which `_pieces_of_one_kernel` pays."""
+"""Number of pieces in a bucket from which `_pieces_of_one_kernel` pays off."""
 
 
 class Fuse:
-    """Puts the collectives of a program into buckets. Everything else of it stays as it is, but for the order."""
+    """Group the collectives of a program into buckets; all else only changes its order."""
 
     def __init__(self, bucket_bytes: int, axes: Sequence[Axis], ahead: int = 0, barriers: bool = True):
         self.bucket_bytes, self.axes, self.ahead, self.barriers = bucket_bytes, axes, ahead, barriers
 
     def __call__(self, closed: ClosedJaxpr, nested: bool = False) -> ClosedJaxpr:
-        """The program with its collectives in buckets."""
+        """Return the program with its collectives in buckets."""
         jaxpr = closed.jaxpr
         producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         pace = _Pace(self.ahead, None if self.barriers or not nested else _given(jaxpr))
-        result = None  # of those gathered because they are results, the latest: one after another, in less memory
+        result = None  # the latest gather of a result: these run one by one, to need less memory
         done, out = {*jaxpr.constvars, *jaxpr.invars}, list[JaxprEqn]()
         constants: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         for eqns, use in _scheduled(live(jaxpr), self.bucket_bytes, self.ahead):
@@ -64,13 +64,13 @@ class Fuse:
         return ClosedJaxpr(fused, list(constants.values()))
 
     def _within(self, eqn: JaxprEqn) -> JaxprEqn:
-        """An equation with the collectives of its bodies in buckets."""
+        """Bucket the collectives in the bodies of an equation."""
         if not any(contains(sub.jaxpr, FUSED) for sub in subjaxprs(eqn)):
             return eqn
         return eqn.replace(params=with_bodies(eqn, functools.partial(self, nested=True)))
 
     def _together(self, eqns: Sequence[JaxprEqn], cause: Any, constants: dict[Any, Any]) -> list[JaxprEqn]:
-        """The equations in whose place a bucket stands, traced alone; it starts when `cause` is known."""
+        """Trace the equations that replace a bucket; it starts once `cause` is known."""
 
         def run(*operands: Any) -> list[Any]:
             parts: Sequence[Any] = operands
@@ -87,19 +87,19 @@ class Fuse:
         return made
 
     def _after(self, cause: Any, operands: Sequence[Any]) -> Sequence[Any]:
-        """The operands of a gather, but not before `cause` is known."""
+        """Return the operands of a gather, delayed until `cause` is known."""
         if self.barriers:
             return lax.optimization_barrier((*operands, cause))[:-1]
-        ready = _always(cause)  # as a part of what computes the operand
+        ready = _always(cause)  # becomes part of the computation of the operand
         return [jnp.where(ready, x, jnp.zeros_like(x)) for x in operands]
 
 
 def _scheduled(eqns: Sequence[JaxprEqn], most: int, ahead: int) -> Iterator[tuple[list[JaxprEqn], JaxprEqn | None]]:
-    """Operations alone, and collectives in buckets, in an order to run them in; of shards that are gathered, with the
-    first operation that takes one.
+    """Yield single operations and buckets of collectives in running order; for a gather of shards,
+    also its first user.
 
-    What can run does, in the program's order. A collective waits in the bucket of its kind until that is full, or until
-    nothing else can run: then the bucket is sent that is needed first.
+    Operations run as soon as they can, in program order. A collective waits in the bucket of its
+    kind until that is full, or until nothing else can run. Then the bucket needed first is sent.
     """
     needs = _needs(eqns)
     users: list[list[int]] = [[] for _ in eqns]
@@ -156,7 +156,7 @@ def _scheduled(eqns: Sequence[JaxprEqn], most: int, ahead: int) -> Iterator[tupl
 
 
 def _needs(eqns: Sequence[JaxprEqn]) -> list[set[int]]:
-    """Of each operation, the places of those that must run before it; effects keep their order."""
+    """Return the positions that must run before each operation; effects keep their order."""
     maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
     needs = [{maker[v] for v in eqn.invars if not isinstance(v, Literal) and v in maker} for eqn in eqns]
     effects = [i for i, eqn in enumerate(eqns) if has_effect(eqn)]
@@ -176,13 +176,13 @@ def _gathers(eqn: JaxprEqn) -> bool:
 
 
 def _bytes(eqn: JaxprEqn) -> int:
-    """Of the whole array."""
+    """Return the size of the whole array."""
     aval: Any = eqn.outvars[0].aval if _gathers(eqn) else eqn.invars[0].aval
     return aval.size * jnp.dtype(eqn.params.get("wire") or aval.dtype).itemsize
 
 
 def _given(jaxpr: Jaxpr) -> Any:
-    """An input of a body that is computed just before it: one of its own floats, and no shard."""
+    """Return an input computed just before the body runs: a float, and not a shard."""
     shards = {eqn.invars[0] for eqn in jaxpr.eqns if _gathers(eqn)}
     for v in reversed(jaxpr.invars):  # cotangents come last
         aval: Any = v.aval
@@ -192,18 +192,18 @@ def _given(jaxpr: Jaxpr) -> Any:
 
 
 class _Pace:
-    """When to gather what is used within the step: at most so many bytes before it is used.
+    """Decide when to gather shards that the step uses: at most `ahead` bytes before their use.
 
-    Nothing that a gather of stored shards takes has to be computed first: without more XLA would do all of them first,
-    and one for the forward and the backward pass.
+    A gather of stored shards depends on no computation, so without a delay XLA would run all first,
+    and one for both the forward and the backward pass.
     """
 
     def __init__(self, ahead: int, first: Any):
         self.ahead, self.first = ahead, first
-        self._gathered: list[tuple[int, Any]] = []  # its bytes, and what the first use of it takes besides
+        self._gathered: list[tuple[int, Any]] = []  # bytes, and what its user also takes
 
     def cause(self, bucket: Sequence[JaxprEqn], use: JaxprEqn, producers: Mapping[Any, JaxprEqn]) -> Any:
-        """The variable that has to be computed before `bucket` is gathered, if there is one."""
+        """Return the variable that must be computed before `bucket` is gathered, if any."""
         own = size = sum(map(_bytes, bucket))
         cause = self.first
         for earlier, taken in reversed(self._gathered):
@@ -222,9 +222,9 @@ class _Pace:
 
 
 def _before_form(v: Any, producers: Mapping[Any, JaxprEqn]) -> Any:
-    """The value of which `v` is only another form.
+    """Follow changes of shape back from `v`.
 
-    XLA folds a reshape into the product that takes it, and then drops it from the barrier as a value without use.
+    XLA folds a reshape into the product that takes it, then drops it, unused, from the barrier.
     """
     while (
         v in producers and producers[v].primitive.name in SHAPE_ONLY and not isinstance(producers[v].invars[0], Literal)
@@ -237,7 +237,7 @@ def _before_form(v: Any, producers: Mapping[Any, JaxprEqn]) -> Any:
 
 
 def _always(x: Any) -> Any:
-    """True when `x` is known; XLA does not know that it always is."""
+    """Return a boolean that is always true once `x` is known; XLA cannot simplify it."""
     first = first_entry(x).real
     if not jnp.issubdtype(first.dtype, jnp.floating):
         return first.astype(jnp.uint8) | 1 != 0
@@ -250,14 +250,14 @@ _Unpack = Callable[[Any, Sequence[int]], list[Any]]
 
 
 def _reduced_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn], unpack: _Unpack) -> list[Any]:
-    """The reduction of several tensors as that of one."""
+    """Reduce several tensors in one collective."""
     whole = all_reduce_p.bind(jnp.concatenate([x.reshape(-1) for x in parts]), **eqns[0].params)
     pieces = unpack(whole, [x.size for x in parts])
     return [piece.reshape(x.shape) for piece, x in zip(pieces, parts, strict=True)]
 
 
 def _scattered_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn], unpack: _Unpack) -> list[Any]:
-    """This device's slices of several reductions: what goes to one device lies together."""
+    """Return this device's slices of several reductions; each device's slices are contiguous."""
     params = eqns[0].params
     rows = [slices(x, e.params["dim"], params["devices"]) for x, e in zip(parts, eqns, strict=True)]
     flat = jnp.concatenate([r.reshape(r.shape[0], -1) for r in rows], 1)
@@ -267,7 +267,7 @@ def _scattered_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn], unpack: 
 
 
 def _gathered_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn], unpack: _Unpack) -> list[Any]:
-    """Several arrays from everyone's slices."""
+    """Gather several arrays from the slices of all devices."""
     params = eqns[0].params
     devices = params["devices"]
     flat = jnp.concatenate([x.reshape(1, -1) for x in parts], 1)
@@ -280,16 +280,16 @@ def _gathered_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn], unpack: _
 
 
 def _pieces(x: Any, sizes: Sequence[int]) -> list[Any]:
-    """As `_Unpack`."""
+    """Split `x` with static slices (an `_Unpack`)."""
     ends = itertools.accumulate(sizes)
     return [lax.slice_in_dim(x, end - size, end, axis=x.ndim - 1) for end, size in zip(ends, sizes, strict=True)]
 
 
 def _pieces_of_one_kernel(x: Any, sizes: Sequence[int]) -> list[Any]:
-    """As `_pieces`, but XLA is not told where in the bucket they are.
+    """Split `x` like `_pieces`, but hide the offsets from XLA.
 
-    It makes a slice a part of what takes it, an optimizer's update say. Where it knows the place, the updates of alike
-    parameters are kernels of their own, 10 ms each to compile; else they are one.
+    XLA fuses a slice into its consumer, such as an optimizer's update. With known offsets, the
+    updates of equal parameters are separate kernels, 10 ms each to compile; otherwise they are one.
     """
     if len(sizes) < _MANY:
         return _pieces(x, sizes)

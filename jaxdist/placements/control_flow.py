@@ -1,7 +1,7 @@
-"""Placements through control flow: loops to a fixpoint over what they carry, branches to what they have in common.
+"""Placements through control flow: a fixpoint over loop carries, common outputs of branches.
 
-A loop that only adds to a carry carries summands, and adds them up once, after it. A `scan` over the batch itself
-(``lax.map`` over examples) that carries nothing else runs each device's own turns.
+A loop that only adds to a carry keeps summands, and adds them up once, after it. A `scan` over the
+batch itself (``lax.map`` over examples) that carries nothing else runs each device's own turns.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _checkpoint(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
 def _branches(
     walk: Walk, node: Node, ins: Sequence[Placement]
 ) -> tuple[Sequence[Placement], list[Placement], Sequence[Placed]]:
-    """How branches, or the only one, are given their inputs, what they have in common of their outputs, and they."""
+    """Return the placements of inputs, the shared placements of outputs, and the branches."""
     infer, loose = walk.infer, walk.added_up(node)
     given: Sequence[Placement] = [p if isinstance(p, Partial) else throughout(p) for p in ins]
     blocks = [infer.block(body.closed, node.backward) for body in bodies(node.eqn)]
@@ -62,7 +62,7 @@ def _branches(
 
     placed: Sequence[Placed] = place(given)
     summed = {i for one in placed for i in one.summed}
-    if summed:  # a summand that some branch adds up, and others may not need
+    if summed:  # a summand that one branch adds up, though others may not need to
         given = [REPLICATED if i in summed else p for i, p in enumerate(given)]
         placed = place(given)
     given, placed = sliced(given, placed, place)
@@ -81,7 +81,7 @@ def _branches(
 
 @special("shard_map")
 def _shard_map(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
-    """What the specs say; the body is a device's program already."""
+    """Apply the user's specs; the body is already the program of one device."""
     params, mesh = node.eqn.params, node.eqn.params["mesh"]
     own = {axis.name: axis.size for axis in walk.infer.mesh}
     groups = own.pop(GROUP, 1)
@@ -107,11 +107,11 @@ def _placed_own_code(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strate
 
 
 Cuts = tuple[tuple[str, ...], ...]
-"""The axes that cut each of the first dimensions of a value, the one first whose slices are the largest."""
+"""The axes that cut each leading dimension of a value; the largest slices come first."""
 
 own_code_p = Primitive("jaxdist_own_code")
-"""The program of one device, ``body``, in a program for several: ``ins`` and ``outs`` are the `Cuts` of each operand
-and result; ``axes`` are those over which the program is not placed yet."""
+"""The program of one device, ``body``, in a program for several. ``ins`` and ``outs``: the `Cuts`
+of each operand and result; ``axes``: those over which the program is not placed yet."""
 own_code_p.multiple_results = True
 own_code_p.def_abstract_eval(
     lambda *_, body, ins, outs, axes: [
@@ -122,14 +122,14 @@ own_code_p.def_abstract_eval(
 
 
 def _whole(shape: Sequence[int], cuts: Cuts, axes: Sequence[Axis]) -> tuple[int, ...]:
-    """The shape of a value of whose slices this is one."""
+    """Return the shape of the whole value, given the shape of a slice."""
     sizes = {axis.name: axis.size for axis in axes}
     by_dim = (*cuts, *((),) * (len(shape) - len(cuts)))
     return tuple(n * math.prod(sizes.get(name, 1) for name in names) for n, names in zip(shape, by_dim, strict=True))
 
 
 def _own_code(walk: Walk, node: Node, body: ClosedJaxpr, ins: Sequence[Cuts], outs: Sequence[Cuts]) -> Strategy:
-    """The user's code for each device: along the last axis of the mesh it takes the operation's place."""
+    """Run the user's code per device; at the last axis of the mesh the body is inlined."""
     own, mesh = walk.infer.axis, walk.infer.mesh
     after = mesh[len(walk.infer.axes) :]
 
@@ -154,11 +154,11 @@ def _own_code(walk: Walk, node: Node, body: ClosedJaxpr, ins: Sequence[Cuts], ou
     return Strategy(list(map(form, takes)), gives, run, exchanges=True)
 
 
-_TYPED = {*INLINED, *CONTROL_FLOW}  # whose bodies are; a kernel's is not
+_TYPED = {*INLINED, *CONTROL_FLOW}  # primitives whose bodies are typed; a kernel's body is not
 
 
 class _Untyped(Interpreter):
-    """Evaluates the body of a typed ``shard_map`` in one that is not."""
+    """Evaluate the body of a typed ``shard_map`` in an untyped one."""
 
     def __init__(self, axes: Sequence[str]) -> None:
         self.data = tuple(name for name in axes if name in (GROUP, AXIS))
@@ -178,7 +178,7 @@ class _Untyped(Interpreter):
             self.rules[getattr(primitives, name)] = _without_sharding
 
     def eval_eqn(self, eqn: Any, *args: Any) -> Sequence[Any]:
-        if len(self.data) > 1:  # the types of literals name the mesh with one axis of data, too
+        if len(self.data) > 1:  # types of literals also name the one-axis mesh
             args = tuple(x if isinstance(x, jax.Array) else _literal(x) for x in args)
         if len(self.data) > 1 and AXIS in axes_of(eqn):
             if eqn.primitive is primitives.axis_index_p:
@@ -191,7 +191,7 @@ class _Untyped(Interpreter):
         return super().eval_eqn(eqn, *args)
 
     def _stretches(self, eqns: Sequence[Any]) -> Iterator[tuple[int, int]]:
-        return iter([(i, i + 1) for i in range(len(eqns))])  # one by one: in a call values keep their types
+        return iter([(i, i + 1) for i in range(len(eqns))])  # a call would keep types
 
     def touches(self, eqn: Any) -> bool:
         return eqn.primitive.name in _TYPED or (len(self.data) > 1 and AXIS in axes_of(eqn))
@@ -215,7 +215,7 @@ def _without_sharding(_: Interpreter, eqn: Any, *args: Any) -> Any:
 
 @special("debug_callback", "debug_print")
 def _debug(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
-    """On the root, once, with whole values."""
+    """Run a debug callback once, on the root, with whole values."""
     if any("Ordered" in type(effect).__name__ for effect in node.eqn.effects):
         raise refuse(node, "ordered=True is not possible on several devices: JAX orders effects on one device only")
 
@@ -228,7 +228,7 @@ def _debug(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
 
 @special("pure_callback", "io_callback")
 def _callback(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
-    """On the root; what it returns goes to all."""
+    """Run a callback on the root and send its results to all."""
     outs = [walk.block.avals[o] for o in node.outs]
 
     def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
@@ -248,7 +248,7 @@ def _callback(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
 
 @special("rng_uniform")
 def _rng_uniform(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
-    """Drawn by the root: each device would draw something else."""
+    """Let the root draw; otherwise each device would draw different numbers."""
     return Strategy(
         [REPLICATED] * len(ins), [REPLICATED] * len(node.outs),
         lambda emitter, node, xs: [emitter.from_root(x) for x in emitter.bind(node, xs)], exchanges=True,

@@ -1,4 +1,4 @@
-"""What a placed step costs a device: FLOPs, seconds, and what travels how often."""
+"""The cost of a placed step on one device: FLOPs, seconds, and messages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from jaxdist.placements.values import REPLICATED, Split, local_shape
 
 
 def cost(placed: Placed, infer: Any, examples: int = 1, memory: bool = True) -> float:
-    """How long a device takes for a placed step: seconds of what it computes, of the bytes that it sends, and of what
-    each message that it waits for holds up."""
+    """Estimate a device's seconds for a placed step: computing, sending bytes, and stalling on
+    messages that it waits for."""
     link, taken = infer.link, seconds(placed, infer.machine, memory) / examples
     for move, times in placed.moves:
         if not move.again:
@@ -33,7 +33,7 @@ def cost(placed: Placed, infer: Any, examples: int = 1, memory: bool = True) -> 
 
 
 def seconds(placed: Placed, machine: Machine, memory: bool = True) -> float:
-    """How long a device computes in all of it; what it sends is not counted. `memory`: as of `cost`."""
+    """Estimate the seconds that a device computes, without communication."""
     own = 0.0
     for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
         own += node.turns * sum(seconds(body, machine, memory) for body in strategy.bodies)
@@ -43,8 +43,8 @@ def seconds(placed: Placed, machine: Machine, memory: bool = True) -> float:
 
 
 def seconds_of(block: Block, node: Node, strategy: Strategy, machine: Machine, memory: bool = True) -> float:
-    """How long a device takes for an operation: for its products, and to read and write what it works on. Of what is
-    neither a product nor a factorisation results count alone, once for all that XLA makes one loop of."""
+    """Estimate a device's seconds for an operation: its products, its memory traffic. Outside
+    products and factorizations only results count, once per loop that XLA fuses."""
     cost, dtype = flops(block, node, strategy), block.avals[node.outs[0]].dtype if node.outs else np.dtype("float32")
     itemsize = 8 if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize
     if node.name not in CONTRACTION and node.name not in FACTORISATION:
@@ -55,7 +55,7 @@ def seconds_of(block: Block, node: Node, strategy: Strategy, machine: Machine, m
 
 
 def _is_in_a_loop(block: Block, node: Node) -> bool:
-    """Whether XLA makes an operation's results in the loop of the only one that takes them."""
+    """Check whether XLA fuses an operation into the loop of its only user."""
     if not is_elementwise(node.eqn.primitive) or block.uses[node.outs[0]] != 1:
         return False
     users = [block.nodes[k] for k in block.users.get(node.outs[0], ())]
@@ -71,8 +71,8 @@ def descend(
     near: Callable[[frozenset[T], frozenset[T]], Sequence[frozenset[T]]],
     value: Callable[[frozenset[T]], float],
 ) -> frozenset[T]:
-    """What costs least that can be reached by going on to what is near, for one group after the other, as long as that
-    helps."""
+    """Find a local minimum of `value`: for each group in turn, move to the cheapest neighbor, while
+    that helps."""
     while True:
         before = on
         for group in groups:
@@ -82,7 +82,7 @@ def descend(
 
 
 def flops(block: Block, node: Node, strategy: Strategy) -> int:
-    """The FLOPs of an operation on a device: of a contraction or factorisation; of anything else one an entry."""
+    """Count a device's FLOPs: one per entry, but for contractions and factorizations."""
 
     def size(i: int, p: object) -> int:
         shape = block.avals[i].shape

@@ -1,7 +1,7 @@
-"""Emit: the program of one device, once, from settled placements.
+"""Emit: from settled placements, the program of one device, traced once.
 
-A value is held in one form at first; a conversion makes a new form beside it, once for each, and never changes the old
-one: the same value may be two operands of one operation.
+A value starts in one form. A conversion adds a form, once for each, and never changes the old one:
+one operation may take the same value as two operands.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxdist.placements.values import REPLICATED, Form, Partial, Replicated, Spl
 
 
 class Emitter:
-    """Evaluates a placed block with what one device holds."""
+    """Evaluate a placed block on the values that one device holds."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class Emitter:
         self._compressible, self._compress = compressible or {}, compress
         self._forms: list[dict[Any, Any]] = [{} for _ in self.block.avals]
         self._makers: dict[int, tuple[Callable[..., Any], Node]] = {}
-        self._formed: dict[int, Node] = {}  # values that are only another form of one that is stored
+        self._formed: dict[int, Node] = {}  # values that are only a reshape of a stored one
         self._backward = False
 
     def run(self, xs: Sequence[Any]) -> list[Any]:
-        """The outputs, in their forms, for inputs in theirs."""
+        """Return the outputs in their placed forms, given inputs in theirs."""
         for i, value in self.block.known.items():
             self._forms[i][REPLICATED] = value
         for i, to, x in zip(self.block.inputs, self.placed.ins, xs, strict=True):
@@ -68,7 +68,7 @@ class Emitter:
         return [self.take(i, to) for i, to in zip(self.block.outputs, self.placed.outs, strict=True)]
 
     def bind(self, node: Node, xs: Sequence[Any], params: Mapping[str, Any] | None = None) -> Sequence[Any]:
-        """The operation itself, without what it says of other meshes."""
+        """Bind the operation without its shardings, which name other meshes."""
         params = dict(node.eqn.params if params is None else params)
         params.update((k, None) for k in ("sharding", "out_sharding") if params.get(k) is not None)
         return compat.bind(node.eqn, params, xs)
@@ -76,7 +76,7 @@ class Emitter:
     # --- forms
 
     def take(self, i: int, to: Form) -> Any:
-        """What a device holds of a value in a form; converted once."""
+        """Return this device's part of a value in a form; each conversion happens once."""
         forms = self._forms[i]
         if to in forms:
             return forms[to]
@@ -90,7 +90,7 @@ class Emitter:
         key: Any = to
         placement = self.placed.at[i]
         if isinstance(placement, Split) and placement.stored and isinstance(to, Replicated) and REPLICATED not in forms:
-            # Gathered for the forward pass and again for the backward pass: it is not kept in between.
+            # Gathered for the forward pass and again for the backward pass; not kept in between.
             key = to, self._backward
             if key in forms:
                 return forms[key]
@@ -118,10 +118,10 @@ class Emitter:
         return self._gather(forms[own], own, aval, self._turned(i))
 
     def _wire(self, i: int, dtype: Any) -> str | None:
-        """The dtype in which a summand travels, if it is a gradient that may be compressed."""
+        """Return the dtype in which to send a summand, if it is a compressible gradient."""
         if self._compress is None or i not in self._compressible.get(id(self.placed), ()):
             return None
-        narrow = jnp.dtype(self._compress)  # summands of 16-bit gradients are kept in 32 bits, and travel so without it
+        narrow = jnp.dtype(self._compress)  # 16-bit gradients' summands have 32 bits
         return self._compress if dtype.itemsize > narrow.itemsize or dtype == narrow else None
 
     def _reduce(self, i: int, x: Any, summand: Partial) -> Any:
@@ -133,7 +133,7 @@ class Emitter:
         return all_reduce_p.bind(x, axes=axes, wire=self._wire(i, aval.dtype)).astype(aval.dtype)
 
     def _scatter(self, i: int, x: Any, summand: Partial, to: Split) -> Any:
-        """A summand as slices; what is owed over other axes is added up as slices."""
+        """Reduce a summand into slices; sums over other axes are then added up as slices."""
         aval = self.block.avals[i]
         wire = self._wire(i, aval.dtype)
         if not aval.size:
@@ -144,9 +144,9 @@ class Emitter:
         return part.astype(aval.dtype)
 
     def _turned(self, i: int) -> Sequence[int]:
-        """The order of its dimensions in which a value is gathered: that in which it is taken next."""
-        # XLA makes a transpose a part of the product before it, and of what comes after a gather a slow loop: without
-        # this a step of ten layers of 1024 x 1024, at level 0 on two CPUs, takes 2.6 times as long.
+        """Return the order of dimensions in which to gather a value, for its next user."""
+        # XLA fuses a transpose into the product before it, but loops slowly over one after a
+        # gather. Ten 1024 x 1024 layers at level 0 on two CPUs take 2.6 times as long without this.
         users = self.block.users.get(i, ())
         user = self.block.nodes[users[0]] if len(users) == 1 and self.block.uses[i] == 1 else None
         return user.eqn.params["permutation"] if user is not None and user.name == "transpose" else ()
@@ -167,7 +167,7 @@ class Emitter:
         return back(whole)
 
     def gather(self, x: Any, dim: int, size: int) -> Any:
-        """The slices of all devices along a dimension."""
+        """Gather the slices of all devices along a dimension."""
         return gather_shards_p.bind(x, axes=(self.axis,), dim=dim, size=size, devices=self.n)
 
     def _exchange(self, x: Any, own: Split, to: Split) -> Any:
@@ -175,8 +175,8 @@ class Emitter:
         return back(lax.all_to_all(raw, self.axis, split_axis=to.dim, concat_axis=own.dim, tiled=True))
 
     def _counted_once(self, x: Any) -> Any:
-        """A whole value as summands: the first device has it, the others nothing. Of summands that are owed over other
-        axes too only zeros are made so."""
+        """Turn a whole value into summands: the value on the first device, zeros on the others.
+        Summands owed over other axes too are only made of zeros."""
         x = jnp.asarray(x)
         x = x.astype(wide(x.dtype))
         nothing = jnp.asarray(-0.0 if jnp.issubdtype(x.dtype, jnp.floating) else 0, x.dtype)
@@ -184,11 +184,11 @@ class Emitter:
 
     @functools.cached_property
     def index(self) -> Any:
-        """This device's."""
+        """The index of this device along the axis."""
         return lax.axis_index(self.axis)
 
     def positions(self, split: Split) -> Any:
-        """Where each entry of a device's slice is in the whole dimension; of padding: where it was copied from."""
+        """Return each entry's position in the whole dimension; for padding, the one it copies."""
         row = lax.iota(np.int32, split.rows)
         at = self.index * split.chunk + (row if split.outer == 1 else row % split.chunk)
         if split.is_padded(self.n):
@@ -196,18 +196,18 @@ class Emitter:
         return at if split.outer == 1 else at + row // split.chunk * split.size
 
     def real(self, split: Split, rank: int) -> Any:
-        """Which entries of a device's slice are no padding, to be broadcast to an array of `rank` dimensions."""
+        """Return a mask of entries that are not padding, broadcastable to `rank` dimensions."""
         row = lax.iota(np.int32, split.rows)
         at = self.index * split.chunk + (row if split.outer == 1 else row % split.chunk)
         return (at < split.size).reshape([-1 if d == split.dim else 1 for d in range(rank)])
 
     def masked(self, x: Any, split: Split, identity: Any) -> Any:
-        """A slice with `identity` in place of its padding."""
+        """Replace the padding of a slice by `identity`."""
         x = jnp.asarray(x)
         return jnp.where(self.real(split, x.ndim), x, jnp.asarray(identity, x.dtype))
 
     def cut(self, x: Any, split: Split) -> Any:
-        """This device's slice of a whole value."""
+        """Cut this device's slice out of a whole value."""
         raw, back = _raw(x)
         d = split.dim
         if not raw.size:
@@ -226,7 +226,7 @@ class Emitter:
     # --- across devices
 
     def across(self, x: Any, kind: str) -> Any:
-        """The largest, smallest, or logical reduction of the values of all devices, on each."""
+        """Reduce over all devices with max, min, and or or; every device gets the result."""
         if x.dtype == bool:
             return self.across(x.astype(jnp.int32), "min" if kind in ("and", "min") else "max") > 0
         if not x.size:
@@ -237,7 +237,7 @@ class Emitter:
         return functools.reduce(_JOINS[kind], [whole[i] for i in range(self.n)])
 
     def from_root(self, x: Any) -> Any:
-        """The first device's value, on each."""
+        """Send the first device's value to every device."""
         raw, back = _raw(x)
         narrow = raw.astype(jnp.int8) if raw.dtype == bool else raw
         mine = jnp.where(self.index == 0, narrow, jnp.zeros_like(narrow))
@@ -246,12 +246,12 @@ class Emitter:
     # --- bodies
 
     def body(self, placed: Placed, types: Sequence[Any] | None = None) -> ClosedJaxpr:
-        """The program of a placed body, for control flow to be bound to."""
+        """Return the program of a placed body, to bind control flow to."""
         types = local_types(placed) if types is None else types
         return Emitter(self.infer, placed, self._compressible, self._compress, self.marks).program(types)
 
     def program(self, types: Sequence[Any]) -> ClosedJaxpr:
-        """What one device runs, as a jaxpr."""
+        """Return the program of one device as a jaxpr."""
 
         def run(*xs: Any) -> list[Any]:
             try:
@@ -260,7 +260,7 @@ class Emitter:
                 self._forms.clear()
                 self.__dict__.pop("index", None)
 
-        # Axes of one device are no passes, and code of the user's own may name them.
+        # Axes with one device have no pass, and the user's own code may name them.
         alone = [(name, 1) for name in NAMES if all(name != axis.name for axis in self.infer.mesh)]
         return jax.make_jaxpr(run, axis_env=[*alone, *bound(self.infer.axes)])(*types)
 
@@ -269,41 +269,41 @@ _JOINS = {"max": lax.max, "min": lax.min, "and": lax.bitwise_and, "or": lax.bitw
 
 
 def local_types(placed: Placed) -> list[Any]:
-    """The types of what a device holds of a block's inputs."""
+    """Return the types that one device holds for a block's inputs."""
     avals = [placed.block.avals[i] for i in placed.block.inputs]
     return [local_type(a, to) for a, to in zip(avals, placed.ins, strict=True)]
 
 
 def local_type(aval: Any, to: Any) -> Any:
-    """The type of what a device holds of a value."""
+    """Return the type that one device holds for a value."""
     shape = local_shape(aval.shape, to)
     dtype = wide(aval.dtype) if isinstance(to, Partial) else aval.dtype
     return jax.ShapeDtypeStruct(shape, dtype, weak_type=aval.weak_type and dtype == aval.dtype)
 
 
 def _raw(x: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """A value as numbers, and the way back: keys as what they are made of."""
+    """Return a value as numbers, and a function to convert back; keys become their key data."""
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         impl = jax.random.key_impl(x)
         return jax.random.key_data(x), lambda y: jax.random.wrap_key_data(y, impl=impl)
     return jnp.asarray(x), lambda y: y
 
 
-# --- which summands may travel compressed: gradients, and nothing else
+# --- summands that may be sent compressed: gradients, and nothing else
 #
-# A gradient is what differentiation made by adding up over the batch, an array, and leads to the next state alone: from
-# a statistic of the batch (BatchNorm's, a normaliser's) values follow that are split over the batch.
+# A gradient is an array that differentiation added up over the batch, and leads to the next state
+# alone. A statistic of the batch (BatchNorm's, a normalizer's) also leads to values split over it.
 
 
 def compressible(placed: Placed, sources: Sequence[int | None]) -> dict[int, frozenset[int]]:
-    """By the id of a placed block: its values that may travel compressed."""
+    """Return the values of each placed block (by its id) that may be sent compressed."""
     found: dict[int, frozenset[int]] = {}
     _walk(placed, [source is not None for source in sources], found)
     return found
 
 
 def _walk(placed: Placed, ends: Sequence[bool], found: dict[int, frozenset[int]]) -> list[tuple[bool, bool]]:
-    """For each input: whether it leads to a next state, and whether a value of the batch follows from it."""
+    """Return for each input: does it lead to a next state, does a batch value depend on it."""
     block = placed.block
     leads, follows = [False] * len(block.avals), [False] * len(block.avals)
     for i, ends_well in zip(block.outputs, ends, strict=True):

@@ -39,7 +39,7 @@ class Infer:
         after: Sequence[Axis] = (),
     ):
         self.axis, self.devices, self.split = axis, axis.size, split
-        # Activations are made of what the model axis has cut: their products are no work on whole matrices.
+        # Activations follow from sliced parameters: their products are not work on whole matrices.
         self._may_own = axis.name != MODEL or split == "owners"
         self.axes, self.mesh = (*before, axis), (*before, axis, *after)
         self.choose = choose if not after else lambda shape: None
@@ -49,14 +49,14 @@ class Infer:
         self._wanted: dict[Block, dict[int, int]] = {}
 
     def over(self, mesh: Sequence[Axis], k: int) -> Infer:
-        """The same over the `k`-th axis of a mesh; what `jaxdist.zero` marks is in slices along the last one."""
+        """Return an `Infer` over axis `k` of a mesh; `jaxdist.zero` slices along the last axis."""
         return Infer(mesh[k], self._choose, self._level, self.machine, self.split, mesh[:k], mesh[k + 1 :])
 
     def block(self, closed: ClosedJaxpr, backward: bool = False) -> Block:
-        """The block of a jaxpr; one for each."""
+        """Return the block of a jaxpr; each is flattened once."""
         key = (id(closed.jaxpr), backward)
         if key not in self._blocks:
-            self._blocks[key] = closed, flatten(closed, backward)  # keeps the jaxpr, so that its id stays its own
+            self._blocks[key] = closed, flatten(closed, backward)  # keeps the id unique
         return self._blocks[key][1]
 
     def place(
@@ -82,28 +82,28 @@ class Infer:
         return self._placed[key]
 
     def forget(self, block: Block) -> None:
-        """Let go of the placings of a block, other than those of its bodies."""
+        """Drop the memorized placements of a block, but not those that its bodies have."""
         self._placed = {key: placed for key, placed in self._placed.items() if key[0] is not block}
 
     def marked(self, block: Block) -> dict[int, int]:
-        """Values that lead to a mark of `jaxdist.zero`, and the dimension along which the mark will have them split."""
+        """Map each value that leads to a mark of `jaxdist.zero` to the dimension to split."""
         if block not in self._wanted:
             self._wanted[block] = marked(self, block)
         return self._wanted[block]
 
     def level(self, node: Node) -> int:
-        """Of a mark; 0: it says nothing."""
+        """Return the level of a mark; 0 disables it."""
         own, role = node.eqn.params["level"], node.eqn.params["role"]
         return own if self._level is None or role == "requested" else self._level
 
     def shard(self, dim: int, size: int) -> Split:
-        """How a marked value is split along a dimension."""
+        """Return the slices of a marked value along a dimension."""
         return tile(dim, size, self.devices, stored=True)
 
-    # --- what it costs to change a form
+    # --- the cost of changing a form
 
     def move(self, placement: Placement, to: Form, aval: Any) -> str:
-        """The collective that brings a value into a form; "": none does."""
+        """Return the collective that brings a value into a form, or "" if none is needed."""
         if isinstance(placement, Partial):
             if isinstance(to, Partial):
                 return "" if to.owed == placement.owed else "all-reduce"
@@ -116,13 +116,13 @@ class Infer:
         return ""
 
     def sent(self, placement: Placement, to: Form, aval: Any) -> float:
-        """The bytes that a device sends to bring a value into a form."""
+        """Return the bytes that a device sends to bring a value into a form."""
         kind = self.move(placement, to, aval)
         return self.link.sent(kind, nbytes(aval)) if kind else 0
 
     def slices(self, own: Split | Partial, to: Split, aval: Any) -> bool:
-        """Whether a value can be brought into slices without being gathered: by a reduce-scatter of summands, or an
-        all-to-all of slices along another dimension."""
+        """Check whether one collective makes the slices: a reduce-scatter of summands, or an
+        all-to-all of slices along a different dimension."""
         n = self.devices
         if isinstance(own, Partial):
             return to.is_tile(n)

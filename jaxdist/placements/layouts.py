@@ -1,10 +1,10 @@
-"""How a leaf of the state is kept between steps: whole on every device, or in shards, one slice a device.
+"""Layouts of state leaves between steps: whole on every device, or in shards, one slice per device.
 
-Each axis of the mesh cuts a leaf along one dimension, or not. Where the devices don't divide that dimension its end is
-padded: JAX has no arrays with shards of different sizes. Such a leaf is a `Padded`, which looks like the array without
-the padding.
+Each axis of the mesh cuts a leaf along one dimension, or not at all. If the devices do not divide
+that dimension, its end is padded, since JAX requires shards of equal size. Such a leaf is a
+`Padded`, which looks like the array without the padding.
 
-A slice may lie in the host's memory, from which its device takes it (`jaxdist.zero`, ``offload=True``).
+A slice may be in host memory, from which its device fetches it (`jaxdist.zero`, ``offload=True``).
 
 Reference: Rajbhandari et al., *ZeRO*, arXiv 1910.02054, section 5 (partitioning of the states of training).
 """
@@ -27,68 +27,68 @@ from jaxdist.mesh import AXIS, GROUP, SEQUENCE, Axis, data_size, in_groups
 from jaxdist.placements.values import REPLICATED, Placement, Split, tiles
 
 HOST = "pinned_host"
-"""JAX's name for the host's memory that a device reads and writes by itself."""
+"""JAX's name for host memory that a device accesses directly."""
 _WORTH_AVOIDING = 0.1
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What one axis of a mesh does to a leaf."""
+    """The cut of a leaf along one axis of a mesh."""
 
     axis: str  # its name
-    # slices, one a device; where they are fewer than the devices, so many in a row share the leaf, and each such group
-    # has all of it (see `jaxdist.mesh.in_groups`)
+    # the number of slices; if it is less than the number of devices, each group of this many
+    # devices in a row holds the whole leaf (see `jaxdist.mesh.in_groups`)
     parts: int
-    dim: int  # the dimension that is cut
-    pad: int = 0  # entries that were added at its end before
+    dim: int  # the dimension to cut
+    pad: int = 0  # padding entries added at its end first
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The slices of a leaf, one a device. Made by `layout`."""
+    """The slices of a leaf, one per device. Made by `layout`."""
 
-    # by one axis after another, in the order of the passes: each cuts what the one before has left
+    # one cut per axis, in the order of the passes; each divides the slices of the cut before
     cuts: tuple[Cut, ...]
     host: bool = False  # the slices are in the host's memory
 
     @property
     def is_plain(self) -> bool:
-        """Whether the physical array is the leaf."""
+        """Check whether the physical array equals the leaf, without padding."""
         return not any(cut.pad for cut in self.cuts)
 
     @property
     def dims(self) -> list[int]:
-        """The dimensions that are cut."""
+        """Return the dimensions that are cut."""
         return sorted({cut.dim for cut in self.cuts})
 
     def axes(self, dim: int) -> tuple[str, ...]:
-        """The names of the axes that cut a dimension, the first one first."""
+        """Return the names of the axes that cut a dimension, in order."""
         return tuple(cut.axis for cut in self.cuts if cut.dim == dim)
 
     def by(self, axis: str) -> Cut | None:
-        """What an axis does."""
+        """Return the cut of an axis, if any."""
         return next((cut for cut in self.cuts if cut.axis == axis), None)
 
     def with_cut(self, cut: Cut | None) -> Layout:
-        """The same, cut once more."""
+        """Return this layout with one more cut."""
         return self if cut is None else layout(*self.cuts, cut, host=self.host)
 
     def local(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a slice."""
+        """Return the shape of a slice."""
         sizes = list(shape)
         for cut in self.cuts:
             sizes[cut.dim] = (sizes[cut.dim] + cut.pad) // cut.parts
         return tuple(sizes)
 
     def physical(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape with its padding."""
+        """Return the shape with its padding."""
         sizes = list(self.local(shape))
         for cut in self.cuts:
             sizes[cut.dim] *= cut.parts
         return tuple(sizes)
 
     def logical(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape without its padding."""
+        """Return the shape without its padding."""
         sizes = list(shape)
         for cut in self.cuts:
             sizes[cut.dim] //= cut.parts
@@ -97,15 +97,15 @@ class Layout:
         return tuple(sizes)
 
     def padded(self, x: np.ndarray) -> np.ndarray:
-        """The physical array of a leaf; its padding holds zeros."""
+        """Return the physical array of a leaf, padded with zeros."""
         return x if self.is_plain else _padded(x, self.cuts)
 
     def trimmed(self, x: Any) -> Any:
-        """The leaf of a physical array."""
+        """Return the leaf of a physical array."""
         return x if self.is_plain else _trimmed(x, self.cuts)
 
     def placements(self, shape: Sequence[int], axes: Sequence[Axis], stored: bool = True) -> list[Placement]:
-        """How each pass finds a leaf of this shape, given the axes of the passes in their order."""
+        """Return a leaf's placement in each pass; `axes` are in the order of the passes."""
         found: list[Placement] = [REPLICATED] * len(axes)
         sizes = list(shape)
         for cut in self.cuts:
@@ -113,7 +113,7 @@ class Layout:
                 continue
             names = (GROUP, AXIS) if cut.axis == AXIS else (cut.axis,)
             along = [k for k, axis in enumerate(axes) if axis.name in names]
-            if axes[along[-1]].size == cut.parts:  # each group has all of it
+            if axes[along[-1]].size == cut.parts:  # each group has the whole leaf
                 along = along[-1:]
             slices = tiles(cut.dim, sizes[cut.dim], [axes[k].size for k in along], stored)
             for k, one in zip(along, slices, strict=True):
@@ -146,7 +146,7 @@ def _trimmed(x: Any, cuts: Sequence[Cut]) -> Any:
 
 
 def layout(*cuts: Cut, host: bool = False) -> Layout:
-    """The one `Layout` of these values: they are compared by identity in every call of a step."""
+    """Return the unique `Layout` for these values: calls of steps compare layouts by identity."""
     return _layout(cuts, host)
 
 
@@ -154,7 +154,7 @@ _layout = functools.cache(Layout)
 
 
 def choose(shape: Sequence[int], devices: int, avoid: Collection[int] = ()) -> Cut | None:
-    """How a leaf that is to be kept in shards is cut: along the dimension that pads least, the largest of these."""
+    """Choose how to shard a leaf: along the dimension with least padding, the largest of these."""
     if devices == 1 or math.prod(shape) < devices:
         return None
 
@@ -166,7 +166,7 @@ def choose(shape: Sequence[int], devices: int, avoid: Collection[int] = ()) -> C
 
 
 def layout_of(placement: Placement, axis: Axis) -> Layout | None:
-    """The layout of what is kept as an axis has placed it; None: it is whole."""
+    """Return the layout of a leaf that an axis placed so, or None for a whole leaf."""
     if not isinstance(placement, Split):
         return None
     pad = placement.chunk * axis.size - placement.size
@@ -174,7 +174,7 @@ def layout_of(placement: Placement, axis: Axis) -> Layout | None:
 
 
 def of_batch(shape: Sequence[int], mesh: Mesh) -> Layout:
-    """How a leaf of the batch is cut: its examples by the axis of data, their second dimension by that of sequences."""
+    """Return the layout of a batch leaf: examples over data, the second dimension over sequence."""
     cuts, n = list[Cut](), mesh.shape.get(SEQUENCE, 1)
     if n > 1 and len(shape) > 1 and shape[1] >= n:
         cuts.append(Cut(SEQUENCE, n, 1, -shape[1] % n))
@@ -185,10 +185,10 @@ def of_batch(shape: Sequence[int], mesh: Mesh) -> Layout:
 
 
 def on_host(how: Layout | None, shape: Sequence[int], devices: int) -> Layout | None:
-    """The layout of a leaf that is to be kept so, in the host's memory.
+    """Return the layout for keeping a leaf in host memory.
 
-    What each of several devices has whole stays with them, for it is small, and so do numbers, of which XLA wants some
-    on the device.
+    With several devices, leaves that each has whole stay on them, since they are small. So do
+    scalars: XLA wants some on the device.
     """
     if how is not None:
         return layout(*how.cuts, host=True)
@@ -196,7 +196,7 @@ def on_host(how: Layout | None, shape: Sequence[int], devices: int) -> Layout | 
 
 
 def check_host_memory(mesh: Mesh) -> None:
-    """Refuse devices that can't use their host's memory."""
+    """Refuse devices that cannot access their host's memory."""
     own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     device = own[0] if own else mesh.devices.flat[0]
     if HOST not in (kinds := [memory.kind for memory in device.addressable_memories()]):
@@ -207,11 +207,11 @@ def check_host_memory(mesh: Mesh) -> None:
 
 
 class Padded:
-    """A leaf of the state in shards of equal size, of which the last ones hold padding.
+    """A leaf of the state in equal shards; the last ones may hold padding.
 
-    It has the shape that the leaf has for you, and is a leaf of its pytree as the array would be. It is what a
-    decorated step takes and returns; for anything else make an array of it with `jaxdist.unshard`. ``numpy.asarray``
-    and ``jax.numpy`` functions do that by themselves where this process has all the shards.
+    It has the leaf's logical shape and takes the array's place in the pytree. Decorated steps take
+    and return it. Elsewhere, convert it with `jaxdist.unshard`. ``numpy.asarray`` and ``jax.numpy``
+    functions convert it automatically if this process has all shards.
     """
 
     __slots__ = ("_sharding", "array", "aval", "dtype", "layout", "ndim", "shape", "size", "weak_type")
@@ -221,7 +221,7 @@ class Padded:
         self.dtype, self.weak_type = array.dtype, array.weak_type
         self.shape = layout.logical(array.shape)
         self.ndim, self.size = len(self.shape), math.prod(self.shape)
-        self._sharding = _padded_sharding(array.sharding, layout)  # the name that `compat.sharding_of` looks at
+        self._sharding = _padded_sharding(array.sharding, layout)  # read by `compat.sharding_of`
 
     @property
     def sharding(self) -> Any:
@@ -236,11 +236,11 @@ class Padded:
         return self.array.is_fully_addressable
 
     def is_deleted(self) -> bool:
-        """Whether a step has taken its memory."""
+        """Check whether a step has donated its memory."""
         return self.array.is_deleted()
 
     def block_until_ready(self) -> Padded:
-        """Wait for the computation that makes it."""
+        """Wait for the computation of its value."""
         self.array.block_until_ready()
         return self
 
@@ -275,20 +275,20 @@ class Padded:
 
 @functools.cache
 def _padded_sharding(sharding: NamedSharding, layout: Layout) -> NamedSharding:
-    """An object of its own for each layout: a step tells by the sharding's identity how a leaf is kept."""
+    """Return one object per layout: a step recognizes layouts by the sharding's identity."""
     return NamedSharding(sharding.mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def physical(x: Any) -> Any:
-    """The global array of a leaf."""
+    """Return the global array of a leaf."""
     return x.array if type(x) is Padded else x
 
 
 @functools.cache
 def sharding(mesh: Mesh, how: Layout | None) -> NamedSharding:
-    """Of a leaf's physical array."""
+    """Return the sharding of a leaf's physical array."""
     kind = HOST if how and how.host else None
-    if how is None or mesh.size == 1:  # as XLA says it of results
+    if how is None or mesh.size == 1:  # as XLA reports it for results
         return NamedSharding(mesh, P(), memory_kind=kind)
     data = how.by(AXIS)
     over = mesh if data is None else in_groups(mesh, mesh.shape[AXIS] // data.parts)
@@ -296,21 +296,21 @@ def sharding(mesh: Mesh, how: Layout | None) -> NamedSharding:
 
 
 def spec(dims: Sequence[tuple[str, ...]]) -> P:
-    """What JAX calls the axes that cut each dimension."""
+    """Return JAX's spec for the axes that cut each dimension."""
     return P(*[axes if len(axes) > 1 else next(iter(axes), None) for axes in dims])
 
 
 def copied(x: jax.Array, place: Sharding) -> jax.Array:
-    """An array with copies of its shards, in the memory that `place` says: not a program of all processes."""
+    """Copy an array's shards into the memory of `place`, without a program across processes."""
     shards = []
     for shard in x.addressable_shards:
         own = SingleDeviceSharding(shard.device, memory_kind=place.memory_kind)
-        # By way of NumPy where a memory is the host's: `device_put` may make an alias.
+        # Copy through NumPy if either memory is the host's: `device_put` may alias.
         away = HOST in (place.memory_kind, x.sharding.memory_kind)
         shards.append(jax.device_put(np.array(shard.data), own) if away else jnp.copy(shard.data))
     return jax.make_array_from_single_device_arrays(x.shape, place, shards)
 
 
 def on_device(x: jax.Array) -> jax.Array:
-    """An array as it is, or a copy of one that is in the host's memory."""
+    """Return an array that is on the device already, or copy it there from host memory."""
     return copied(x, x.sharding.with_memory_kind("device")) if x.sharding.memory_kind == HOST else x

@@ -1,6 +1,6 @@
-"""Rows looked up, and rows changed, in an array that is in slices along the rows: each device does so with its own.
+"""Lookups and changes of rows in an array split along them: each device handles its own rows.
 
-As of a table of a vocabulary, or of logits at the labels: in place of the array, what is looked up travels.
+Examples are a vocabulary table and logits at the labels. The rows found are sent, not the array.
 
 References:
   Shoeybi et al., *Megatron-LM*, arXiv 1909.08053, section 3 (the embedding in slices of the vocabulary).
@@ -42,7 +42,7 @@ _SCATTERS = tuple(name for name in FACTORS if name.startswith("scatter"))
 
 @special("gather")
 def _look_up(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Zeros for the rows of others: summands."""
+    """Look up own rows, with zeros for the rows of other devices: a summand."""
     rows, params = ins[0], node.eqn.params
     numbers, out = params["dimension_numbers"], walk.block.avals[node.outs[0]]
     column = _column(walk, rows, ins[1:], numbers.start_index_map, numbers.collapsed_slice_dims)
@@ -53,11 +53,11 @@ def _look_up(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
         return Strategy([REPLICATED] * 2, [REPLICATED], run_as_is) if rows.stored else None
     shape = walk.shapes(node.ins)[0]
     last = [shape[d] - params["slice_sizes"][d] for d in numbers.start_index_map]
-    fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP  # else XLA takes the nearest, whatever was promised
+    fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP  # else XLA takes the nearest
 
     def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
         at, own, exists = _own(emitter, _signed(xs[1], None if fills else last), column, rows, shape[rows.dim])
-        if fills:  # of no row: what is filled in counts once
+        if fills:  # no such row: the fill value counts once
             own |= ~exists & (emitter.index == 0)
         else:
             here = [rows.chunk - 1 if k == column else n for k, n in enumerate(last)]
@@ -71,7 +71,7 @@ def _look_up(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
 
 @special(*_SCATTERS)
 def _change(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Each device the rows it has; of an array that is cheap to make, in whichever slices are asked for."""
+    """Change each device's own rows; a deferred array is made in any slices requested."""
     rows, params = ins[0], node.eqn.params
     numbers, shape = params["dimension_numbers"], walk.shapes(node.ins)[0]
     mapped = numbers.scatter_dims_to_operand_dims
@@ -82,7 +82,7 @@ def _change(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None
     last, clips = [shape[d] - sizes.get(d, 1) for d in mapped], params["mode"] == lax.GatherScatterMode.CLIP
 
     def change(emitter: Any, node: Node, xs: Sequence[Any], rows: Split, column: int) -> Any:
-        """The slice, changed by what is for its rows; the rest is dropped."""
+        """Change this slice by the updates for its rows, and drop the rest."""
         at, own, _ = _own(emitter, _signed(xs[1], last if clips else None), column, rows, shape[rows.dim])
         at = jnp.where(_is(at, column) & ~own[..., None], rows.rows, at)
         new = {**params, "mode": lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False}
@@ -111,7 +111,7 @@ def _change(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None
 def _column(
     walk: Walk, rows: Any, others: Sequence[Placement], mapped: Sequence[int], single: Sequence[int]
 ) -> int | None:
-    """The column of the indices that counts the rows of which each device has a slice, if every device has the rest."""
+    """Return the column of indices that selects split rows, if every device has all else."""
     if not isinstance(rows, Split) or rows.outer > 1 or rows.whole or (rows.is_padded(walk.n) and not rows.stored):
         return None
     if rows.dim not in mapped or rows.dim not in single or any(isinstance(p, Split) for p in others):
@@ -120,7 +120,7 @@ def _column(
 
 
 def _signed(indices: Any, last: Sequence[int] | None) -> Any:
-    """Indices that one can subtract from; `last`: those that are, where the nearest of them is taken."""
+    """Make indices signed; with `last`, clip them to the nearest valid index."""
     dtype = jnp.int64 if indices.dtype.itemsize == 8 else jnp.int32
     if indices.dtype in (jnp.uint32, jnp.uint64):
         indices = jnp.minimum(indices, jnp.iinfo(dtype).max)
@@ -129,7 +129,7 @@ def _signed(indices: Any, last: Sequence[int] | None) -> Any:
 
 
 def _own(emitter: Any, indices: Any, column: int, rows: Split, size: int) -> tuple[Any, Any, Any]:
-    """The indices with this device's own count in a column, and of each whether its row is here, and is anywhere."""
+    """Return indices relative to this device's rows, and masks: found here, valid anywhere."""
     at, start = indices[..., column], (emitter.index * rows.chunk).astype(indices.dtype)
     exists = (at >= 0) & (at < size)
     own = exists & (at >= start) & (at < start + rows.chunk)
@@ -140,7 +140,7 @@ def _is(indices: Any, column: int) -> Any:
     return lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1) == column
 
 
-# --- indices that are an example's own place, as in ``logits[jnp.arange(B), labels]``: each device has the rows
+# --- indices that are an example's own position, ``logits[jnp.arange(B), labels]``: local rows
 
 
 @special("gather", *(name for name in FACTORS if name.startswith("scatter")))
@@ -161,9 +161,9 @@ def _own_rows(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | No
         if row is None or shapes[1][row] != shapes[0][d]:
             continue
         factor = described.operands[1][row]
-        if factor is None:  # of a scatter that is not added up: its updates have one too
+        if factor is None:  # a scatter that does not add: its updates need a factor as well
             factor = 1 + max((f for dims in described.operands for f in dims if f is not None), default=-1)
-        if factor in described.operands[0]:  # the rows run along another dimension of the operand already
+        if factor in described.operands[0]:  # the rows already run along a different dimension
             continue
         held = _with(described.operands[0], d, factor)
         indices = _with(described.operands[1], row, factor)
@@ -188,7 +188,7 @@ def _with(dims: tuple[int | None, ...], at: int, factor: int) -> tuple[int | Non
 
 @dataclass(frozen=True)
 class _OwnRows:
-    """A gather or scatter of rows that the device has: one column of the indices counts these instead."""
+    """A gather or scatter of local rows: one column of the indices becomes local positions."""
 
     cut: Cut
     row: int
@@ -202,7 +202,7 @@ class _OwnRows:
 
 
 def _place(walk: Walk, i: int, column: int) -> int | None:
-    """The dimension of which one column of the indices is the entry's own place, if there is one."""
+    """Return the dimension along which a column of the indices counts positions, if any."""
     node, last = walk.block.makers.get(i), walk.block.avals[i].ndim - 1
     if node is not None and node.name == "concatenate" and node.eqn.params["dimension"] == last:
         start = 0
@@ -215,7 +215,7 @@ def _place(walk: Walk, i: int, column: int) -> int | None:
 
 
 def _counts(walk: Walk, i: int) -> int | None:
-    """The dimension along which each entry of a value is its own index, if there is one."""
+    """Return the dimension along which each entry of a value equals its own index, if any."""
     node = walk.block.makers.get(i)
     if node is None:
         return None
@@ -224,7 +224,7 @@ def _counts(walk: Walk, i: int) -> int | None:
         return params["dimension"]
     if node.name == "convert_element_type":
         return _counts(walk, node.ins[0])
-    if node.name == "select_n" and len(node.ins) == 3:  # counted from the end if it is below zero, which it is not
+    if node.name == "select_n" and len(node.ins) == 3:  # from the end if negative: never
         below = walk.block.makers.get(node.ins[0])
         if below is None or below.name != "lt" or below.ins[0] != node.ins[1] or not is_zero(walk.at[below.ins[1]]):
             return None

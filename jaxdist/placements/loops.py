@@ -1,4 +1,4 @@
-"""Rules for loops: `scan` and `while`, whose carried values settle before their bodies are placed for good."""
+"""Rules for loops (`scan`, `while`): carries settle before bodies are placed for good."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ _MOST_ROUNDS = 12
 
 
 def inside(p: Placement) -> Placement:
-    """As a body is given it."""
+    """Return the placement of a value inside a body."""
     if isinstance(p, Partial):
         return REPLICATED
     return replace(p, whole=False, requested=False) if isinstance(p, Split) else settled(p)
 
 
 def throughout(p: Placement) -> Placement:
-    """As a body is given what does not change in it: a deferred value is made in the form that it is used in."""
+    """Return the placement of a loop constant in a body; a deferred one takes the form used."""
     return p if isinstance(p, Deferred) else inside(p)
 
 
 def join(a: Placement, b: Placement) -> Placement:
-    """A placement in which both can be held, the less of them said the better."""
+    """Return a placement that can hold both values, and that claims as little as possible."""
     if a == b:
         return a
     if isinstance(a, Split):
@@ -71,13 +71,13 @@ def _carried(
     place: Callable[[Sequence[Placement]], Placed],
     watch: Callable[[Sequence[Placement]], Collection[int]] = lambda _: (),
 ) -> tuple[Sequence[Placement], Placed]:
-    """What a loop carries, once what goes into its body comes out of it, and the body, placed so; `watch`: those that
-    are needed outside of it."""
+    """Settle the placements of a loop's carries, so that a turn keeps them unchanged, and place
+    its body. `watch`: returns the carries needed outside the body."""
     consumers = {i: node.name for node in block.nodes for i in node.ins}
     at: list[Placement] = []
     for p, i in zip(init, block.inputs[first:], strict=False):
         adds = block.uses[i] == 1 and consumers.get(i) in _ADDS and is_wide(block.avals[i].dtype)
-        # A sum that starts from something else than zero is no gradient: parameters, say.
+        # A sum that starts from a nonzero value is not a gradient, but may be parameters.
         start = Partial(is_zero(p) or (isinstance(p, Partial) and p.gradient), made=False)
         at.append(start if adds and not isinstance(p, Split) else inside(p))
     for _ in range(_MOST_ROUNDS):
@@ -92,7 +92,7 @@ def _carried(
 
 
 def _after(a: Placement, b: Placement, needed: bool) -> Placement:
-    """As what came into a turn as `a`, and went out as `b`, comes into the next one."""
+    """Return the placement that the next turn takes, if this one took `a` and returned `b`."""
     if not isinstance(a, Partial):
         return join(a, inside(b))
     if needed or not isinstance(b, Partial) or not b.made or b.owed:
@@ -105,7 +105,7 @@ def _loose(carry: Sequence[Placement]) -> frozenset[int]:
 
 
 def _out(carry: Sequence[Placement]) -> list[Placement]:
-    """What comes out of a loop."""
+    """Return the placements of a loop's results."""
     return [replace(p, made=True) if isinstance(p, Partial) else p for p in carry]
 
 
@@ -132,7 +132,7 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     carry, placed = settle(xs)
     examples = sum(nbytes(walk.block.avals[i]) for i in node.ins[rest:])
     if over_batch and placed.communicates and _is_little(infer, examples):
-        # Little work, a turn after the other: to gather the batch once may be less than a message in each turn.
+        # Little sequential work: one gather of the batch may cost less than a message per turn.
         gathered = [p if isinstance(p, Split) and p.stored else REPLICATED for p in xs]
         other, whole = settle(gathered)
         if not whole.communicates and seconds(whole, infer.machine) <= infer.link.latency:
@@ -153,8 +153,8 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
 
 
 def _stacked(walk: Walk, o: int, p: Placement, later: bool) -> Placement:
-    """A turn's part of what a loop stacks up: large summands are reduced in each turn, into slices if these are wanted,
-    unless they are added up after it."""
+    """Place a turn's part of a stacked result. Each turn reduces large summands, into slices if a
+    mark wants them, unless they are added up later."""
     aval = walk.block.avals[o]
     if not isinstance(p, Partial) or later or _is_little(walk.infer, nbytes(aval)):
         return p
@@ -163,14 +163,14 @@ def _stacked(walk: Walk, o: int, p: Placement, later: bool) -> Placement:
 
 
 def _is_little(infer: Infer, size: int) -> bool:
-    """Whether so many bytes that a loop takes slices of, or stacks up, travel in less time than a message takes: then
-    they do so at once, before or after the loop. More is reduced turn by turn: beside what the next turn computes, and
-    straight into slices where these are wanted."""
+    """Check whether sending an array of this size takes less than the latency of a message. If so,
+    it is sent once, before or after the loop. Larger arrays are sent in each turn, which overlaps
+    with the next turn, straight into slices if a mark wants them."""
     return infer.link.seconds("all-gather", size) <= infer.link.latency
 
 
 def _unscanned(infer: Infer, p: Placement, aval: Any) -> Placement:
-    """What a loop takes slices of is split along another dimension than the one it runs over."""
+    """Move the split of a scanned array to a dimension that the loop does not run over."""
     if not isinstance(p, Split) or p.dim:
         return p
     dims, parts = range(1, len(aval.shape)), infer.devices
@@ -183,7 +183,7 @@ def _unscanned(infer: Infer, p: Placement, aval: Any) -> Placement:
 def _own_turns(
     walk: Walk, node: Node, ins: Sequence[Placement], block: Block, first: int, rest: int
 ) -> Strategy | None:
-    """A loop over the batch whose turns have nothing to do with each other but that they are added up."""
+    """Split a loop over the batch whose turns are independent but for sums of results."""
     if any(has_effect(n.eqn) or n.name in FOR_ITSELF for n in block.nodes):
         return None
     carried = list(zip(block.inputs[first:rest], block.outputs, strict=False))
@@ -251,7 +251,7 @@ def _while(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
 
 
 def _run_while(placed: tuple[Placed, Placed], emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
-    """With the condition and the body placed so."""
+    """Run a `while` with a placed condition and body."""
     cond, body = map(emitter.body, placed)
     return emitter.bind(node, args, {**node.eqn.params, "cond_jaxpr": cond, "body_jaxpr": body})
 
@@ -265,9 +265,9 @@ def _batched_while(
     cond: Block,
     body: Block,
 ) -> Strategy:
-    """``vmap`` of a loop: it runs until the last example is done, and those that are done stay as they are.
+    """Place the ``vmap`` of a loop: it runs until all examples are done; finished ones stay fixed.
 
-    If nothing is exchanged in its turns each device stops with the last of its own examples.
+    If its turns communicate nothing, each device stops with the last of its own examples.
     """
     infer, avals = walk.infer, [walk.block.avals[o] for o in node.outs]
     rank = len(cond.avals[cond.outputs[0]].shape)
@@ -289,6 +289,6 @@ def _batched_while(
 
 
 def _is_local(infer: Infer, placed: Placed) -> bool:
-    """Whether a device runs a block without the others."""
+    """Check whether a device runs a block without communication."""
     outs = zip(placed.block.outputs, placed.given, placed.outs, strict=True)
     return not placed.communicates and not any(infer.move(p, to, placed.block.avals[i]) for i, p, to in outs)

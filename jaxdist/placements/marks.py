@@ -1,8 +1,8 @@
-"""What the marks of `jaxdist.zero` say: which leaves of the state are kept in shards, and what is reduced straight into
-slices, because it leads to a mark or is used in slices alone.
+"""The marks of `jaxdist.zero`: which leaves of the state are sharded, and which values are reduced
+straight into slices because they lead to a mark or are used only in slices.
 
-`jaxdist.zero` marks what its update is given. A mark on a value that is an input of the step, as it came, says how that
-input is to be kept between steps: the optimizer's state in shards from level 1, parameters at level 3.
+`jaxdist.zero` marks the arguments of its update. A mark on an unmodified input of the step says how
+to keep it between steps: the optimizer's state in shards from level 1, parameters at level 3.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KEPT = {"state": 1, "parameter": 3, "requested": 0}
 
 @dataclass(frozen=True)
 class _From:
-    """A value that is input `index`, exactly or but for its dtype."""
+    """A value that equals input `index`, except for its dtype if not `exact`."""
 
     index: int
     exact: bool = True
@@ -35,19 +35,19 @@ class _From:
 
 @dataclass
 class Marks:
-    """What was found."""
+    """The marks found in a step."""
 
-    # by input: what it is to `jaxdist.zero`: ``"state"`` or ``"parameter"``
+    # by input, its role for `jaxdist.zero`: ``"state"`` or ``"parameter"``
     roles: dict[int, str] = field(default_factory=dict)
-    levels: set[int] = field(default_factory=set)  # of its uses in the step
+    levels: set[int] = field(default_factory=set)  # the levels used in the step
     sharded: set[int] = field(default_factory=set)  # inputs to keep in shards
     offloaded: set[int] = field(default_factory=set)  # inputs to keep in the host's memory
-    # inputs of which a loop takes slices along the first dimension, or of which rows are looked up
+    # inputs that a loop slices along the first dimension, or whose rows are looked up
     sliced: set[int] = field(default_factory=set)
-    parameters: bool = False  # whether they are to be in shards as well
+    parameters: bool = False  # whether parameters are to be in shards as well
 
     def cuts(self, shapes: Sequence[tuple[int, ...]], devices: int) -> list[Cut | None]:
-        """How so many devices are to share each input; None: it is whole on each. Leaves of one shape agree."""
+        """Return each input's cut (by its shape), or None if it stays whole."""
         sliced = {shapes[i] for i in self.sliced}
         return [
             choose(shape, devices, (0,) if shape in sliced else ()) if i in self.sharded else None
@@ -56,7 +56,7 @@ class Marks:
 
 
 def marks(infer: Any, block: Block, level: int | None) -> Marks:
-    """The marks of a step."""
+    """Collect the marks of a step."""
     found = Marks()
     _follow(infer, block, [_From(i) for i in range(len(block.inputs))], found, level)
     if found.parameters and "parameter" not in found.roles.values():
@@ -87,7 +87,7 @@ def _follow(
 def _in_bodies(
     infer: Any, node: Node, args: Sequence[_From | None], found: Marks, level: int | None
 ) -> Sequence[_From | None]:
-    """What all branches agree on, and no turn of a loop changes."""
+    """Follow inputs through bodies; keep sources that all branches agree on and no turn changes."""
     every = []
     for body in bodies(node.eqn):
         if not body.outs:
@@ -115,7 +115,7 @@ def _node(node: Node, args: Sequence[_From | None], found: Marks, level: int | N
 
 
 def _mark(params: Mapping[str, Any], source: _From | None, own: int, found: Marks) -> None:
-    """Write down what a mark at level `own` says of the input that it is on."""
+    """Record a mark at level `own` on the input that it belongs to."""
     role = params["role"]
     if role != "requested":
         found.levels.add(params["level"])
@@ -130,7 +130,7 @@ def _mark(params: Mapping[str, Any], source: _From | None, own: int, found: Mark
 
 
 def marked(infer: Any, block: Block) -> dict[int, int]:
-    """Of each such value the dimension along which the mark will have it split."""
+    """Map each value that leads to a mark to the dimension that the mark will split."""
     found: dict[int, int] = {}
     for node in reversed(block.nodes):
         if node.name == "jaxdist_shard":
@@ -158,8 +158,8 @@ def marked(infer: Any, block: Block) -> dict[int, int]:
 
 
 def used_in_slices(walk: Any) -> dict[int, Split]:
-    """Summands that were added up on every device though one slice each is used, as of the gradient of what was
-    gathered; and that slice. What every device computes on the way to it can be cut as well."""
+    """Find summands that every device adds up though it uses one slice, like the gradient of a
+    gathered value, and return the slices. Repeated work on the way can be cut too."""
     block, at = walk.block, walk.at
     taken: dict[int, set[Form]] = {i: {REPLICATED} for i in block.outputs}
     found: dict[int, Split] = {}
@@ -180,31 +180,29 @@ def used_in_slices(walk: Any) -> dict[int, Split]:
 
 
 def _slice(forms: set[Form] | None) -> Split | None:
-    """The only form, if that is a slice."""
+    """Return the only form if it is a slice, else None."""
     only = next(iter(forms)) if forms and len(forms) == 1 else None
     return only if isinstance(only, Split) else None
 
 
-# --- groups of devices that share what is kept in shards
+# --- groups of devices that share sharded leaves
 
 
 Within = int | str | None
-"""Which devices share a leaf: None: all; ``"host"``: those of a host; a number: so many in a row."""
+"""The devices that share a leaf: all (None), each host's (``"host"``), or this many in a row."""
 
 HOST = "host"
 
 
 def check_within(within: Any) -> None:
-    """Refuse what is no `Within`."""
+    """Refuse an invalid `Within`."""
     if within is None or within == HOST or (type(within) is int and within > 0):
         return
-    raise ValueError(
-        f"within={within!r}: None (all devices share a leaf), 'host' (those of each host) or a number of devices"
-    )
+    raise ValueError(f"within={within!r}: expected None (all devices), 'host' (each host's) or a number")
 
 
 def group(closed: ClosedJaxpr, hosts: Sequence[Any]) -> int:
-    """How many devices in a row share what a step keeps in shards; 0: all."""
+    """Return how many devices in a row share the sharded leaves of a step, or 0 for all."""
     sizes = {_size(within, hosts) for within in asked(closed, "within")}
     if len(sizes) > 1:
         raise ValueError(
@@ -222,9 +220,9 @@ def _size(within: Within, hosts: Sequence[Any]) -> int:
     if within == HOST:
         if not (size := on_each_host(hosts)):
             raise ValueError(
-                f"within='host' needs as many devices on each host, their ranks in a row; the hosts of the {n} devices "
-                f"are {', '.join(map(str, hosts[:16]))}{', ...' if n > 16 else ''}. Start as many processes on each "
-                "host, one host after the other"
+                f"within='host' needs equal numbers of devices on all hosts, in rank order; the {n} devices are on "
+                f"{', '.join(map(str, hosts[:16]))}{', ...' if n > 16 else ''}. Start the same number of processes "
+                "on each host, one host after the other"
             )
         return size
     assert isinstance(within, int)
@@ -234,6 +232,6 @@ def _size(within: Within, hosts: Sequence[Any]) -> int:
 
 
 def asked(closed: ClosedJaxpr, what: str) -> set[Any]:
-    """What the marks of a step say of one of their parameters."""
+    """Return the values of a parameter in the marks of a step."""
     marks = (eqn.params for eqn in equations(closed.jaxpr) if eqn.primitive is shard_p)
     return {params[what] for params in marks if params["level"]}

@@ -1,8 +1,8 @@
-"""Work on whole matrices in what a step keeps in shards: Newton-Schulz iterations, factorisations, their products.
+"""Find whole-matrix work on shards: Newton-Schulz iterations, factorizations, their products.
 
-On slices of a matrix such work gathers it over and over, or is repeated by every device. Here it is found: operations
-that need all of a stored value, joined where one follows from the other, so that what is left are components which have
-nothing to do with each other: usually one for each matrix. What to do with them is in `jaxdist.placements.owners`.
+On slices of a matrix, such work gathers it repeatedly, or every device repeats it. This module
+finds operations that need all of a stored value, and joins those that depend on each other into
+independent components, usually one per matrix; `jaxdist.placements.owners` decides how to run them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from jaxdist.placements.values import Partial, Placement, Replicated, Split
 
 @dataclass(eq=False)
 class Component:
-    """Operations that follow from one another."""
+    """A connected set of operations."""
 
     nodes: list[Node]  # in order
-    ins: tuple[int, ...]  # values of their block that they take, but for its constants
-    outs: tuple[int, ...]  # values of theirs that others take
-    stage: int  # those of a stage wait for the results of an earlier one
+    ins: tuple[int, ...]  # values of their block that they take, without its constants
+    outs: tuple[int, ...]  # values of theirs that other operations take
+    stage: int  # operations of a stage wait for the results of earlier stages
 
     def block(self, outer: Block) -> Block:
         """These operations as a block of their own."""
@@ -53,7 +53,7 @@ class Component:
 
 
 def is_whole_work(node: Node, strategy: Strategy, at: Sequence[Placement], moved: Counter[int]) -> bool:
-    """Whether an operation, as it is placed, gathers what is stored, or is repeated by every device."""
+    """Check whether a placed operation gathers stored values, or is repeated on every device."""
     if strategy.bodies:
         return any(body.matrices for body in strategy.bodies)
     if node.name in CONTRACTION:
@@ -65,7 +65,7 @@ def is_whole_work(node: Node, strategy: Strategy, at: Sequence[Placement], moved
 
 
 def bytes_moved(placed: Placed) -> Counter[int]:
-    """By id of a node: bytes that move for it, outside of bodies."""
+    """Return the bytes moved for each node (by its id), without those in bodies."""
     moved: Counter[int] = Counter()
     for move in placed.own:
         moved[id(move.node)] += move.bytes
@@ -73,13 +73,13 @@ def bytes_moved(placed: Placed) -> Counter[int]:
 
 
 def bytes_sent(placed: Placed, component: Component) -> int:
-    """That travel to the owner of a component and back: of what is in slices."""
+    """Return the bytes sent to the owner of a component and back: sliced inputs, and outputs."""
     sliced = [i for i in component.ins if isinstance(placed.at[i], Split)]
     return sum(nbytes(placed.block.avals[i]) for i in (*sliced, *component.outs))
 
 
 def components(infer: Any, placed: Placed, moved: Counter[int]) -> list[Component]:
-    """Of a block. Control flow is an operation of one, unless there are more components in it than around it."""
+    """Find components. Control flow is one operation, unless more are inside than around it."""
     whole = [is_whole_work(n, s, placed.at, moved) for n, s in zip(placed.block.nodes, placed.strategies, strict=True)]
     if not any(whole):
         return []
@@ -92,7 +92,7 @@ def components(infer: Any, placed: Placed, moved: Counter[int]) -> list[Componen
 
 
 _Places = dict[int, None]
-"""Operations, by their places in the block; in an order."""
+"""Positions of operations in the block, as an ordered set."""
 _Key = tuple[int, int]
 """A stage, and a component in it."""
 
@@ -100,8 +100,8 @@ _Key = tuple[int, int]
 class _Finder:
     """Joins the operations of a block.
 
-    A value has a stage and, if it follows from work on whole matrices of that stage, a component. What may not be in a
-    component ends a stage: the rest waits for it.
+    A value has a stage and, if it depends on whole-matrix work of that stage, a component. An
+    operation that no component may contain ends a stage; the rest waits for it.
     """
 
     def __init__(self, infer: Any, placed: Placed, moved: Counter[int], whole: Sequence[bool], most: int):
@@ -133,13 +133,13 @@ class _Finder:
         keys = any(jnp.issubdtype(self.block.avals[i].dtype, jax.dtypes.extended) for i in (*node.ins, *node.outs))
         inside = not of_batch and not keys and _is_pure(node, strategy, self._most)
         if inside and not is_whole and len(set(joined.values())) > 1:
-            # Matrices meet in numbers that are few, as in the norm of all of them: not to be one for that.
+            # Matrices meet in few numbers, such as a norm of all: no reason to join components.
             inside = not any(self._small[i] for i in joined)
         component = -1
         if not inside:
             stage += bool(joined)
         elif is_whole or joined:
-            component = min(joined.values(), default=len(self._at))  # a new one has the number of its first operation
+            component = min(joined.values(), default=len(self._at))  # from its first operation
             for other in joined.values():
                 self._joined.tie(other, component)
         self._at.append((stage, component))
@@ -149,7 +149,7 @@ class _Finder:
             self._small[o] |= all(self._small[i] for i in node.ins)
 
     def _takes_all(self, k: int) -> bool:
-        """Whether it would gather what comes back in slices, as the entry that is picked from a sorted array."""
+        """Check whether an operation would gather returned slices, as picks from a sorted array do."""
         at, avals, node = self.placed.at, self.block.avals, self.block.nodes[k]
         there = any(self._component[i] >= 0 and isinstance(at[i], Replicated) for i in node.ins
                     if self.infer.choose(avals[i].shape) is not None)  # fmt: skip
@@ -157,7 +157,7 @@ class _Finder:
         return self._moved[k] > 0 or (there and gathers)
 
     def found(self) -> list[Component]:
-        """The components, without what only follows from them."""
+        """Return the components, without operations that merely depend on them."""
         members: dict[_Key, list[int]] = {}
         needed: dict[int, set[_Key]] = {}  # values, and the components that take them
         for k, node in reversed([*enumerate(self.block.nodes)]):
@@ -184,11 +184,11 @@ class _Finder:
         return Component(nodes, ins, tuple(o for o in made if not self._is_for(o, own)), stage)
 
     def _is_for(self, i: int, own: _Places) -> bool:
-        """Whether a value is taken by nothing but these operations."""
+        """Check whether only these operations take a value."""
         return i not in self._results and all(k in own for k in self.block.users.get(i, ()))
 
     def _take_makers(self, own: _Places) -> None:
-        """What makes more of its operands, as where a matrix is also needed transposed."""
+        """Add operations that make their operands, for example a transposed copy of a matrix."""
         count = 0
         while count != len(own):
             count = len(own)
@@ -199,7 +199,7 @@ class _Finder:
                     self._take(own, {k: None})
 
     def _take(self, own: _Places, more: _Places) -> None:
-        """Add operations to those of a component, if fewer bytes travel then."""
+        """Add operations to a component if that reduces the bytes sent."""
         more = {k: None for k in more if k not in own}
         nodes = [self.block.nodes[k] for k in more]
         values = {i for node in nodes for i in (*node.ins, *node.outs)}
@@ -208,7 +208,7 @@ class _Finder:
             own.update(more)
 
     def _sent(self, values: Collection[int], own: _Places) -> int:
-        """Bytes of some values that travel to these operations and back."""
+        """Return the bytes of some values that are sent to these operations and back."""
 
         def travels(i: int) -> bool:
             if self._maker.get(i) in own:

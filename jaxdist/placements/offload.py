@@ -1,9 +1,9 @@
-"""The *offload* pass: state in the host's memory is brought to its device a part at a time, each when it is needed.
+"""The *offload* pass: bring state from host memory to its device in parts, each when it is needed.
 
-XLA starts a copy as soon as it may: all of the state would come when a step begins, and lie on the device beside the
-activations. So it comes in stages: the leaves of some parameters when their gradients are there, and the stage before
-has been updated. Leaves from which one result follows (the moments of one parameter, say) are in one stage, and so are
-those whose new parameters are gathered together, in a bucket, which on GPUs they are not.
+XLA starts copies as soon as it can: all state would arrive when a step begins, and share the device
+with the activations. So state comes in stages. Each waits for the gradients of its parameters and
+the update of the stage before. Leaves that share a result (one parameter's moments) share a stage,
+and so do leaves whose new parameters are gathered in one bucket, but not on GPUs.
 
 Reference: Ren et al., *ZeRO-Offload*, USENIX ATC 2021 (there the host computes the update as well).
 """
@@ -22,12 +22,12 @@ from jaxdist.ir.primitives import fetch_p, shard_p
 from jaxdist.mesh import Axis
 
 _STAGES = 16
-"""About so many, if there are leaves enough. Two or three of them are on the device at a time."""
+"""Approximate number of stages, given enough leaves. Two or three are on the device at a time."""
 
 
 class _Origin(NamedTuple):
-    """What a variable follows from: arguments in the host's memory; and of gradients, or of numbers made of
-    them, the one that is computed last: when, and its name."""
+    """The origin of a variable: the arguments in host memory that it depends on, and the gradient
+    (or number made of gradients) that is computed last, with the time of that."""
 
     away: frozenset[int] = frozenset()
     when: int = -1
@@ -40,7 +40,7 @@ class _Stage(NamedTuple):
 
 
 def staged(closed: ClosedJaxpr, offloaded: Mapping[int, int | None], axes: Sequence[Axis]) -> ClosedJaxpr:
-    """A device's program that brings what is in the host's memory, its operations in the order of the stages."""
+    """Return a device's program that fetches host state, its operations in order of stages."""
     if not offloaded:
         return closed
     if any("Ordered" in type(effect).__name__ for effect in closed.effects):
@@ -48,13 +48,13 @@ def staged(closed: ClosedJaxpr, offloaded: Mapping[int, int | None], axes: Seque
             "zero(offload=True) is not possible in a step that has a callback with ordered=True: JAX can't compile "
             "ordered effects together with arrays in the host's memory. Leave ordered=True away"
         )
-    if not axes:  # as it was traced: the update may be a call
+    if not axes:  # unchanged from tracing: the update may be a call
         closed = retrace(functools.partial(_Flat({}).run, closed), closed.in_avals)
     jaxpr, eqns = closed.jaxpr, live(closed.jaxpr)
     origins = _origins(jaxpr, eqns, offloaded)
     stages = _stages(jaxpr, offloaded, origins)
     stage_of: dict[Any, int] = {jaxpr.invars[i]: s for s, stage in enumerate(stages, 1) for i in stage.arguments}
-    parts: list[list[JaxprEqn]] = [[] for _ in range(len(stages) + 1)]  # first what needs none of it
+    parts: list[list[JaxprEqn]] = [[] for _ in range(len(stages) + 1)]  # the first needs none
     for eqn in eqns:
         s = max((stage_of.get(v, 0) for v in _variables(eqn.invars)), default=0)
         parts[s].append(eqn)
@@ -73,7 +73,7 @@ def staged(closed: ClosedJaxpr, offloaded: Mapping[int, int | None], axes: Seque
 
 
 class _Flat(Interpreter):
-    """Evaluates operations one by one, calls in place."""
+    """Evaluate operations one by one, with calls inlined."""
 
     def touches(self, eqn: JaxprEqn) -> bool:
         return called(eqn) is not None
@@ -83,7 +83,7 @@ class _Flat(Interpreter):
 
 
 def _origins(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], offloaded: Mapping[int, int | None]) -> dict[Any, _Origin]:
-    """Of each variable."""
+    """Find the origin of each variable."""
     found = {jaxpr.invars[i]: _Origin(frozenset({i})) for i in offloaded}
     made: dict[Any, int] = {}
     for n, eqn in enumerate(eqns):
@@ -92,9 +92,9 @@ def _origins(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], offloaded: Mapping[int, int
         last = max(before, key=lambda one: one.when, default=_Origin())
         result: Any = eqn.outvars[0] if eqn.outvars else None
         if eqn.primitive is shard_p and eqn.params["role"] == "gradient":
-            # All of the marks are where the optimizer is called: the gradient is there when what it marks is made.
+            # Marks are where the optimizer is called; the gradient is ready when its value is.
             last = _Origin(away, next((made[v] for v in _variables(eqn.invars) if v in made), 0), result)
-        elif last.when >= 0 and not away and result.aval.size == 1:  # a norm of all, say
+        elif last.when >= 0 and not away and result.aval.size == 1:  # a norm of all, for example
             last = _Origin(away, n, result)
         found.update((v, last._replace(away=away)) for v in eqn.outvars)
         made.update(dict.fromkeys(eqn.outvars, n))
@@ -102,7 +102,7 @@ def _origins(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], offloaded: Mapping[int, int
 
 
 def _stages(jaxpr: Jaxpr, offloaded: Mapping[int, int | None], origins: Mapping[Any, _Origin]) -> list[_Stage]:
-    """Parts of the offloaded arguments that can be updated one after another, as their gradients come."""
+    """Divide the offloaded arguments into parts to update in the order of their gradients."""
     together: list[_Origin] = []
     for v in (*_variables(jaxpr.outvars), *(jaxpr.invars[i] for i in offloaded)):
         one = origins.get(v, _Origin())
@@ -125,7 +125,7 @@ def _stages(jaxpr: Jaxpr, offloaded: Mapping[int, int | None], origins: Mapping[
 
 
 def _fetching(own: Sequence[Any], after: Sequence[Any], names: dict[Any, Any], axes: Sequence[Axis]) -> list[JaxprEqn]:
-    """The operations that bring variables when others have been computed; `names` learns what they are called then."""
+    """Return operations that fetch variables after others; add the new names to `names`."""
 
     def fetch(*operands: Any) -> list[Any]:
         return fetch_p.bind(*operands, count=len(own))

@@ -1,13 +1,13 @@
-"""The choice among the options of a block's operations: those with which a device takes the least time for all of it.
+"""The choice among options for a block's operations that minimizes a device's time for the block.
 
-A walk takes for each operation what moves least for it alone. Others that it offers are worth it for several at once,
-or not at all: a weight that is not gathered for one product is gathered for the next, a gradient that is made in slices
-is added to one that is not. So operations are switched together that share a weight, make terms of one sum, or are the
-same line of the user's on the same shapes; in a descent over such groups, from none and from all of them switched. It
-depends on the block alone, and counts what it tries: every rank finds the same.
+A walk picks for each operation the option that sends least for it alone. Others pay off for several
+operations at once, or not at all: a weight not gathered for one product is gathered for the next, a
+sliced gradient is added to a whole one. So operations switch together if they share a weight, make
+terms of one sum, or come from one line with equal shapes. A descent over such groups starts from
+none and from all. It depends only on the block and counts its tries, so all ranks agree.
 
 References:
-  Zheng et al., *Alpa*, arXiv 2201.12023, section 4 (the strategies of operations, and what it takes to get from one to
+  Zheng et al., *Alpa*, arXiv 2201.12023, section 4 (strategies, and the cost of getting from one to
   the next); Li et al., *Automatically finding efficient layouts*, TOAST, arXiv 2508.15010.
 """
 
@@ -25,16 +25,16 @@ from jaxdist.placements.values import REPLICATED, Partial, Placement
 from jaxdist.placements.walk import Choice, Walk
 
 _OPERATIONS, _FEWEST = 30_000, 8
-"""How often a block is walked at most: less often the more operations it has, but not less than so often."""
+"""Limit on walks of a block: fewer the more operations it has, down to a minimum."""
 _SURE = 1 / 5
-"""How much longer messages are taken to be that only a switched option sends: estimates are no better than that."""
+"""Extra weight of messages that only a switched option sends; estimates are not more accurate."""
 
 On = frozenset[int]
 """The groups of operations that are switched."""
 
 
 def best(infer: Any, block: Block, ins: Sequence[Placement], loose: frozenset[int] = frozenset()) -> Placed:
-    """A block, placed as costs least; without owners in it, other than in its bodies."""
+    """Place a block at the least cost, without owners except in its bodies."""
     walk = Walk(infer, block, ins, loose)
     groups = _groups(walk)
     if not groups:
@@ -65,8 +65,8 @@ def _together(chosen: Sequence[Choice]) -> Choice:
 
 
 def _cost(infer: Any, placed: Placed) -> float:
-    """What a block costs, with its summands added up if nothing else does it. Options differ little in what a device
-    reads and writes, and its caches may hold that."""
+    """Return the cost of a block, including reductions still pending. Memory traffic is left out:
+    options hardly differ in it, and caches may absorb it."""
     if placed.block.outermost:
         wants = [REPLICATED if isinstance(p, Partial) else None for p in placed.given]
         placed = placed.returning(infer, wants)
@@ -74,7 +74,7 @@ def _cost(infer: Any, placed: Placed) -> float:
 
 
 def _messages(placed: Placed) -> Counter[tuple[str, int]]:
-    """The kind and bytes of what travels, and how often."""
+    """Count the messages by kind and bytes."""
     found = Counter[tuple[str, int]]()
     for move, times in placed.moves:
         if not move.again:
@@ -83,7 +83,7 @@ def _messages(placed: Placed) -> Counter[tuple[str, int]]:
 
 
 def _groups(walk: Walk) -> list[Choice]:
-    """What is switched together, in the order of the first operation of each."""
+    """Return the groups that switch together, ordered by their first operations."""
     classes = Classes[Hashable]()
     offers = [(node, one.name) for node, one in walk.offers]
     for node, name in offers:
@@ -99,7 +99,7 @@ def _groups(walk: Walk) -> list[Choice]:
 
 
 def _ties(walk: Walk, node: Node) -> list[Hashable]:
-    """The weights that an operation takes, and the sums that its results are terms of."""
+    """Return the weights that an operation takes, and the sums that its results are terms of."""
     block, found = walk.block, list[Hashable]()
     for i in map(block.source, node.ins):
         if i in walk.inputs:

@@ -1,4 +1,4 @@
-"""How owners run: to the owners, what each does, and back."""
+"""Run owners: send operands to them, compute, and send results back."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def _owners(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
 
 @dataclass(frozen=True)
 class _Run:
-    """What owners do."""
+    """Send operands to owners, run the work, and return the results."""
 
     works: dict[int, list[Work]]  # by owner
-    takes: Sequence[Any]  # how each operand comes
-    gives: Sequence[Any]  # how each result is left
-    parts: int  # devices that share a matrix
+    takes: Sequence[Any]  # the form in which each operand arrives
+    gives: Sequence[Any]  # the form in which each result is left
+    parts: int  # number of devices that share a matrix
 
     def __call__(self, emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
         avals = emitter.block.avals
@@ -115,11 +115,11 @@ class _Run:
 
 
 Parcels = dict[str, Any]
-"""By dtype on the wire: an array of a row for each device."""
+"""Arrays with one row per device, by dtype on the wire."""
 
 
 class _Parcels:
-    """What travels between an owner and each device: where in a row each value is."""
+    """The messages between an owner and each device: the position of each value in a row."""
 
     def __init__(self, contents: dict[int, list[int]], types: dict[int, tuple[tuple[int, ...], Any]]):
         self._types = types
@@ -136,7 +136,7 @@ class _Parcels:
                 self.widths[key] = max(end, self.widths.get(key, 0))
 
     def closed(self, owner: int | None, values: dict[int, Any], rows: int) -> Parcels:
-        """So many rows with the values of an owner, each given with the rows as its first dimension; None: nothing."""
+        """Pack an owner's values, row first, into rows; without an owner, pack zeros."""
         parts: dict[str, list[Any]] = {key: [] for key in self.widths}
         for i, key, _ in self._places.get(owner, ()) if owner is not None else ():
             parts[key].append(exchange.bits(jnp.asarray(values[i]))[0].reshape(rows, -1))
@@ -147,7 +147,7 @@ class _Parcels:
         return out
 
     def opened(self, owner: int, rows: Parcels) -> Iterator[tuple[int, Any]]:
-        """Each value of an owner, with the rows as its first dimension."""
+        """Yield each value of an owner, with the rows as its first dimension."""
         for i, key, start in self._places.get(owner, ()):
             shape, dtype = self._types[i]
             raw = lax.slice_in_dim(rows[key], start, start + math.prod(shape), axis=1)

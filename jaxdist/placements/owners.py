@@ -1,9 +1,9 @@
-"""Owners: whole matrices travel to one device each, are worked on once, and travel back as slices.
+"""Owners: send whole matrices to one device each, process them once, and send back slices.
 
-What works on whole matrices (`jaxdist.placements.matrices`) is given to devices by the time it takes, the longest first
-to the device that has least. A stack of matrices, as of layers that a loop runs over, is split along its leading
-dimension instead. Where slices do it for less they keep it. This is no part of the search for options:
-what an owner costs a matrix depends on who owns the others, which is an assignment of all of them at once.
+Longest first, each component of whole-matrix work (`jaxdist.placements.matrices`) goes to the
+device with the least work. A stack of matrices, as of layers in a loop, is split along its leading
+dimension instead. Work stays on slices if that is cheaper. The search for options omits this: an
+owner's cost depends on the owners of all other matrices, so all are assigned at once.
 
 References:
   Anil et al., *Scalable Second Order Optimization for Deep Learning*, arXiv 2002.09018 (the work of an optimizer
@@ -32,27 +32,27 @@ from jaxdist.placements.strategy import Placed, nbytes
 from jaxdist.placements.values import REPLICATED, Partial, Placement, Split, tile
 
 Way = Literal["slices", "owners"] | None
-"""How what works on whole matrices is done; None: the cheaper way."""
+"""The way to run whole-matrix work; None picks the cheaper one."""
 
 owners_p = Primitive("jaxdist_owners")
-"""Some components, each computed by one device, or a stack of matrices by all. Never bound: it names the operation."""
+"""Components, each computed on one device, or a stack on all. Never bound: it is only a name."""
 
 
 @dataclass(eq=False)
 class Work:
-    """A component, placed."""
+    """A placed component."""
 
     component: Component  # its operations
-    placed: Placed  # they, on whole matrices, or on a device's part of a stack
-    seconds: float  # that a device computes
-    sent: int  # bytes that travel to an owner and back
-    # of the devices that share a matrix the one that does it; None: each does its part of the stack
+    placed: Placed  # the component placed on whole matrices, or on a device's part of a stack
+    seconds: float  # compute time of a device
+    sent: int  # bytes sent to an owner and back
+    # the owner among the devices that share a matrix, or None if each does its part of the stack
     owner: int | None = None
 
 
 @dataclass(eq=False)
 class Owned(Node):
-    """The operation that stands for components of one stage."""
+    """The operation that replaces the components of one stage."""
 
     works: Sequence[Work] = field(default_factory=list)
 
@@ -62,16 +62,16 @@ class Owned(Node):
 
 
 def check_split(split: Any) -> None:
-    """Refuse what is no `Way`."""
+    """Refuse an invalid `Way`."""
     if split not in (None, "slices", "owners"):
         raise ValueError(
-            f"split={split!r}: None (the cheaper way), 'owners' (whole matrices travel to one device each) or 'slices' "
-            "(what works on whole matrices gathers them)"
+            f"split={split!r}: expected None (the cheaper way), 'owners' (send each matrix to one device) or 'slices' "
+            "(gather matrices where they are needed whole)"
         )
 
 
 def way(closed: ClosedJaxpr) -> Way:
-    """What the marks of a step ask for."""
+    """Return the way that the marks of a step ask for."""
     found = asked(closed, "split") - {None}
     if len(found) > 1:
         raise ValueError(
@@ -82,7 +82,7 @@ def way(closed: ClosedJaxpr) -> Way:
 
 
 def with_owners(infer: Any, placed: Placed) -> Block | None:
-    """A block whose work on whole matrices has owners; None: it has none, or is better done on slices."""
+    """Return a block with owners for whole-matrix work, or None if that does not pay."""
     moved = bytes_moved(placed)
     found = components(infer, placed, moved)
     inner = max((body.matrices for strategy in placed.strategies for body in strategy.bodies), default=0)
@@ -97,7 +97,7 @@ def with_owners(infer: Any, placed: Placed) -> Block | None:
 
 
 def _chosen(infer: Any, placed: Placed, costs: _Costs, found: Sequence[Component]) -> list[list[Work]]:
-    """Who works on components of one stage: groups of which each is one operation."""
+    """Choose which components of one stage get owners, in groups that become one operation each."""
     n, link = infer.devices, infer.link
     on_slices, always = costs
     whole = [_on_one(infer, placed, component) for component in found]
@@ -125,9 +125,9 @@ def _chosen(infer: Any, placed: Placed, costs: _Costs, found: Sequence[Component
 
 
 def _cheapest(musts: Sequence[Work], others: Sequence[tuple[Work, float]], link: Link) -> list[Work]:
-    """Of which work owners take less time than slices do.
+    """Choose the work that owners finish in less time than slices.
 
-    Those of most bytes are the first to stay on slices: the owner of a giant works long after all others are done.
+    Work with the most bytes stays on slices first: a giant's owner finishes long after the others.
     """
     others = sorted(others, key=lambda other: other[0].sent)
     ways = [[*musts, *(one for one, _ in others[:k])] for k in range(len(others) + 1)]
@@ -136,7 +136,7 @@ def _cheapest(musts: Sequence[Work], others: Sequence[tuple[Work, float]], link:
 
 
 def _time(works: Sequence[Work], link: Link) -> float:
-    """Seconds of the busiest device, with what travels to it and back."""
+    """Return the seconds of the busiest device, including communication with it."""
     if not works:
         return 0
     n = link.devices
@@ -149,7 +149,7 @@ def _time(works: Sequence[Work], link: Link) -> float:
 
 
 def _assign(works: Sequence[Work], n: int) -> None:
-    """The largest first, each to the device that has least."""
+    """Assign the largest work first, each to the least loaded device."""
     devices = [(0.0, i) for i in range(n)]
     for one in sorted(works, key=lambda one: -one.seconds):
         load, i = heapq.heappop(devices)
@@ -161,7 +161,7 @@ _Costs = tuple[dict[int, float], set[int]]
 
 
 def _costs(infer: Any, placed: Placed, moved: Counter[int]) -> _Costs:
-    """By id of an operation: what it takes on slices, in seconds; and those that slices can't do at all."""
+    """Return each operation's seconds on slices (by id), and those that slices cannot run."""
     machine, link = infer.machine, infer.link
     costs: dict[int, float] = {}
     always = set()
@@ -181,14 +181,14 @@ def _costs(infer: Any, placed: Placed, moved: Counter[int]) -> _Costs:
 
 
 def _on_one(infer: Any, placed: Placed, component: Component) -> Work:
-    """A component as one device does it."""
+    """Place a component on one device."""
     block = component.block(placed.block)
     on_one = infer.place(block, [REPLICATED] * len(block.inputs))
     return Work(component, on_one, seconds(on_one, infer.machine), bytes_sent(placed, component))
 
 
 def _stack(infer: Any, placed: Placed, component: Component) -> Work | None:
-    """A component as each device does it for some matrices of a stack, without the others."""
+    """Place a component so that each device computes some matrices of a stack independently."""
     avals = placed.block.avals
     stacked = [i for i in component.ins if isinstance(placed.at[i], Split)]
     lengths = {avals[i].shape[0] for i in stacked}
@@ -198,7 +198,7 @@ def _stack(infer: Any, placed: Placed, component: Component) -> Work | None:
     split = tile(0, length, infer.devices, stored=True)
     block = component.block(placed.block)
     ins: list[Placement] = [split if i in stacked else REPLICATED for i in component.ins]
-    found = best(infer, block, ins)  # a part that needs owners is none; they would look for a stack in it again
+    found = best(infer, block, ins)  # without owners: they would look for a stack in it again
     apart = all(isinstance(p, Split) and p.dim == 0 and p.is_tile(infer.devices) for p in found.given)
     if not apart or found.communicates:
         return None
@@ -206,7 +206,7 @@ def _stack(infer: Any, placed: Placed, component: Component) -> Work | None:
 
 
 def _rewritten(block: Block, works: Sequence[Sequence[Work]]) -> Block:
-    """A block with an operation in place of each group of components, in an order in which all can run."""
+    """Replace each group of components by one operation, in an order in which all can run."""
     owned = {id(node) for group in works for one in group for node in one.component.nodes}
     groups: dict[int, Node] = {}  # by id of its first operation, whose position it takes
     for group in works:

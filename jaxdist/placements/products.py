@@ -1,9 +1,9 @@
-"""Products of the batch with what is kept in slices: the smaller of the two travels.
+"""Products of the batch with sharded weights: send the smaller of the two.
 
-Usually a weight is gathered, and what the devices make of its gradient is reduced into slices. Where the rows of the
-batch are few beside a large weight, they travel instead: each device has all rows, multiplies them with its slice of
-the weight, and an all-to-all gives each its own examples back; or it has of all rows the columns that meet its slice,
-and a reduce-scatter adds the products up. A gradient is computed as a slice, from all rows. The FLOPs are the same.
+By default the weight is gathered, and its gradient reduced into slices. With few rows in the batch
+and a large weight, the rows are sent instead. Each device multiplies all rows with its slice,
+and an all-to-all returns its own examples; or it gets the columns that meet its slice, and a
+reduce-scatter adds the products. Gradients are computed as slices, from all rows. FLOPs are equal.
 
 References:
   Shoeybi et al., *Megatron-LM*, arXiv 1909.08053, section 3 (a product with a weight split along its columns or rows);
@@ -26,7 +26,7 @@ from jaxdist.placements.strategy import IN_PLACE, Strategy, nbytes
 from jaxdist.placements.values import PARTIAL, REPLICATED, Form, Partial, Placement, Split, form, is_wide, tile
 from jaxdist.placements.walk import Walk, offer
 
-NAME = "the examples travel"
+NAME = "send the examples"
 """The name of the option."""
 
 
@@ -42,7 +42,7 @@ def _product(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
     if len(examples) > 1 or None in examples or any(isinstance(p, Partial) for p in ins):
         return None
     if any(jnp.issubdtype(walk.block.avals[o].dtype, jax.dtypes.extended) for o in node.outs):
-        return None  # random keys, of which some are picked
+        return None  # picks from random keys
     if any(p.whole or p.is_padded(walk.n) or not p.is_tile(walk.n) for p in splits):
         return None
     (example,) = examples
@@ -57,7 +57,7 @@ def _product(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
 def _with_slices(
     walk: Walk, node: Node, ins: Sequence[Placement], described: Factors, kept: int, example: int
 ) -> Strategy | None:
-    """The batch meets a weight of which each device has a slice."""
+    """Multiply the batch with a weight that is split over the devices."""
     weight = ins[kept]
     assert isinstance(weight, Split)
     (result,), cut = described.results, described.operands[kept][weight.dim]
@@ -79,9 +79,9 @@ def _with_slices(
 
 
 def _in_slices(walk: Walk, node: Node, ins: Sequence[Placement], described: Factors, example: int) -> Strategy | None:
-    """What is added up over the examples.
+    """Sum over the examples in slices.
 
-    If it is not wanted in slices, they are gathered: a sum that each device has is a sum in slices, and an all-gather.
+    If slices are not wanted, gather them: an all-reduce equals a sum in slices plus an all-gather.
     """
     (o,), (result,) = node.outs, described.results
     out = walk.block.avals[o]
@@ -99,7 +99,7 @@ def _in_slices(walk: Walk, node: Node, ins: Sequence[Placement], described: Fact
 
 
 def _is_added_up_elsewhere(walk: Walk, o: int) -> bool:
-    """Whether a sum is one over another axis too: then it is made over both at once."""
+    """Check whether a sum also runs over a different axis: one reduction then covers both."""
     after = walk.next.get(o)
     while after and after.name in TO_A_SUM:
         after = walk.next.get(after.outs[0])
@@ -107,7 +107,7 @@ def _is_added_up_elsewhere(walk: Walk, o: int) -> bool:
 
 
 def _of_batch(walk: Walk, node: Node, ins: Sequence[Placement]) -> list[tuple[int, Any]]:
-    """The operands that are of the batch: which, and their types."""
+    """Return the operands that belong to the batch, with their types."""
     return [
         (k, walk.block.avals[i])
         for k, (p, i) in enumerate(zip(ins, node.ins, strict=True))
@@ -118,8 +118,8 @@ def _of_batch(walk: Walk, node: Node, ins: Sequence[Placement]) -> list[tuple[in
 def _fits(
     walk: Walk, node: Node, ins: Sequence[Placement], takes: Sequence[Form], weight: Any, made: Partial | None = None
 ) -> bool:
-    """Whether what each device has whole of values of the batch is no more than its slice of a weight, so that it does
-    not take the memory that the slices save."""
+    """Check that the batch values that each device holds whole are at most as large as its slice of
+    a weight, so that they do not use up the memory saved."""
     whole = sum(nbytes(aval) for k, aval in _of_batch(walk, node, ins) if not isinstance(takes[k], Split))
     whole += nbytes(walk.block.avals[node.outs[0]]) if made else 0
     return whole <= nbytes(weight) // walk.n
@@ -127,14 +127,14 @@ def _fits(
 
 # --- attention over a sequence in slices
 #
-# To compare its queries with all keys a device gathers these, and the values; or an all-to-all gives it all places of
-# some of the heads, and another one brings what it makes of them back. That sends less the more devices there are, and
-# divides the products as well: Jacobs et al., *DeepSpeed Ulysses*, arXiv 2309.14509.
+# To compare its queries with all keys, a device gathers keys and values. Or an all-to-all gives it
+# some heads at all positions, and a second one returns the results. That sends less with more
+# devices, and divides the products too: Jacobs et al., *DeepSpeed Ulysses*, arXiv 2309.14509.
 
 
 @offer("dot_general")
 def _heads(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """A product of two values in slices, cut along a dimension that both have and the result as well."""
+    """Multiply two values in slices, cut along a dimension that both and the result have."""
     p, q = ins
     described = walk.factors(node)
     if walk.infer.axis.name != SEQUENCE or described is None or not isinstance(p, Split) or not isinstance(q, Split):
@@ -154,16 +154,16 @@ def _heads(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     back = _places(walk, node, described, (p, q), factor)
     run = Cut(described, factor, tile(0, sizes[factor], walk.n), None)
     then = [form(tile(result.index(back), sizes[back], walk.n))] if back is not None else ()
-    return Strategy(takes, [made], run, then=then, name="heads travel")
+    return Strategy(takes, [made], run, then=then, name="send the heads")
 
 
 def _places(walk: Walk, node: Node, described: Factors, ins: tuple[Split, Split], heads: int) -> int | None:
-    """The factor along which the result has the places of one sequence; None: it has those of two, or of none."""
+    """Return the result's factor along one sequence, or None if it has two or none."""
     found = set[int | None]()
     for p, other, dims, shape in zip(ins, ins[::-1], described.operands, walk.shapes(node.ins), strict=True):
         if dims[p.dim] != heads:
             found.add(dims[p.dim])
-        else:  # it is places compared with places: those that are as many as the other operand's
+        else:  # this compares positions: take factors as long as the other operand's
             found.update(f for f, n in zip(dims, shape, strict=True) if f != heads and n == other.size)
     found.intersection_update(described.results[0])
     return found.pop() if len(found) == 1 else None

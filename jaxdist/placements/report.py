@@ -1,4 +1,4 @@
-"""What a placed step moves, and what every device computes again: for `jaxdist.explain` and the warning."""
+"""The communication and repeated work of a placed step, for `jaxdist.explain` and the warning."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _MOST_ROWS = 3
 
 @dataclass(frozen=True)
 class Row:
-    """Something that moves, or that every device computes."""
+    """A value that is communicated, or work that every device repeats."""
 
-    axis: str  # over which it moves; of repeated work: along which the devices repeat it
+    axis: str  # over which it is sent; for repeated work, along which devices repeat it
     what: str  # ``"all-gather"``, ``"all-reduce"``, ... or ``"repeated"`` for work that every device does
-    operation: str  # the primitive that needs it so
-    line: str  # file:line of the user's code; "": JAX does not know it
-    bytes: int = 0  # of the whole value, in a step
-    flops: int = 0  # that every device repeats, in a step
-    share: float = 0.0  # of that in all that a device computes
-    why: str = ""  # it is needed whole
-    instead: str = ""  # what would avoid it
+    operation: str  # the primitive that needs it
+    line: str  # file:line of the user's code, or "" if JAX does not know it
+    bytes: int = 0  # size of the whole value, per step
+    flops: int = 0  # FLOPs that every device repeats, per step
+    share: float = 0.0  # fraction of all FLOPs of a device
+    why: str = ""  # the reason that it is needed whole
+    instead: str = ""  # how to avoid it
 
     def __str__(self) -> str:
         size = f"{self.share:.0%} of the FLOPs" if self.what == "repeated" else in_words(self.bytes)
@@ -43,7 +43,7 @@ class Row:
 
 
 def rows(over: Sequence[Placed]) -> list[Row]:
-    """What moves, most bytes first, then what is repeated."""
+    """Return communication, most bytes first, then repeated work."""
     found = _moved(over)
     if over and (again := unsplit(placed := _over_data(over))):
         why, instead = "no argument is taken for the batch", "batch_argnums= says which one is"
@@ -66,15 +66,15 @@ def _over_data(over: Sequence[Placed]) -> Placed:
 
 
 def _moved(over: Sequence[Placed]) -> list[Row]:
-    """What moves, but for values without entries."""
+    """Return communication, without values that have no entries."""
     sizes = Counter[tuple[Row, str]]()
     for placed, (move, times) in ((one, moved) for one in over for moved in one.moves):
         name, what, why = move.node.name, move.kind, move.why
-        if move.again or name == "jaxdist_all_reduce":  # over several axes: that over the first is here
+        if move.again or name == "jaxdist_all_reduce":  # over several axes: counted over the first
             continue
         if what in ("all-gather", "all-to-all"):
             what += " of shards" if move.stored else " of activations"
-        elif why != IN_PLACE:  # reductions are what data parallelism is
+        elif why != IN_PLACE:  # data parallelism consists of reductions
             why = ""
         instead = _INSTEAD.get(name, "") if _of_batch(what) and why != IN_PLACE else ""
         sizes[Row(placed.axis, what, name, move.node.line, why=why, instead=instead), move.why] += move.bytes * times
@@ -82,21 +82,21 @@ def _moved(over: Sequence[Placed]) -> list[Row]:
 
 
 def text(found: Sequence[Row], verbose: bool) -> str:
-    """What is sent over each axis, and the largest rows, or all of them."""
+    """Describe the bytes over each axis, and the largest rows, or all if `verbose`."""
     moved = [row for row in found if row.what != "repeated"]
     repeated = [row for row in found if row.what == "repeated" and (verbose or row.share > _WORTH_SAYING)]
     sent = Counter[str]()
     for row in moved:
         sent[row.axis] += row.bytes
-    lines = [f"over {axis}: {in_words(size)}, {size / sent.total():.0%} of what is sent" for axis, size in sent.items()]
+    lines = [f"over {axis}: {in_words(size)}, {size / sent.total():.0%} of all bytes" for axis, size in sent.items()]
     most = len(found) if verbose else _MOST_ROWS
     for row in (*moved[:most], *repeated[:most]):
         lines += textwrap.wrap(f"  {row}", 100, subsequent_indent=" " * 6, break_long_words=False)
-    return "\n".join(lines) or "nothing moves, and no device computes what another one does"
+    return "\n".join(lines) or "no communication, and no work is repeated across devices"
 
 
 def warning(over: Sequence[Placed]) -> str:
-    """What a user should know of a step that is about to be compiled; nothing if all is well."""
+    """Return a warning for a step about to be compiled, or "" if there is nothing to report."""
     lines = []
     for row in () if unsplit(_over_data(over)) else rows(over):
         what = f"{row.operation} at {_short(row.line)}" if row.line else row.operation
@@ -104,7 +104,7 @@ def warning(over: Sequence[Placed]) -> str:
             lines.append(f"{what} is computed by every device: {row.share:.0%} of its work")
         elif row.why == IN_PLACE:
             continue
-        elif _of_batch(row.what) and row.operation not in ("shard_map", "jaxdist_own_code"):  # which the user asked for
+        elif _of_batch(row.what) and row.operation not in ("shard_map", "jaxdist_own_code"):  # asked for
             kind = row.what.removesuffix(" of activations")
             unknown = f": {row.why}" if row.why == UNKNOWN else ""
             lines.append(f"{what} moves {in_words(row.bytes)} of activations ({kind}){unknown}")
@@ -113,12 +113,12 @@ def warning(over: Sequence[Placed]) -> str:
     if not lines:
         return ""
     more = [f"and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
-    first = "each call moves or repeats what couples examples; jaxdist.explain says more:"
+    first = "operations across examples cost communication or repeated work; see jaxdist.explain:"
     return "\n  ".join([first, *lines[:_MOST_LINES], *more])
 
 
 def _short(line: str) -> str:
-    """A user's line from here; elsewhere without most of its folders."""
+    """Shorten a user's path: relative to here, or without most of its folders."""
     path = Path(line)
     if path.is_relative_to(here := Path.cwd()):
         return str(path.relative_to(here))
@@ -130,7 +130,7 @@ def _of_batch(what: str) -> bool:
 
 
 def unsplit(placed: Placed) -> int:
-    """FLOPs that every device repeats because there is no batch; 0: there is one."""
+    """Return the FLOPs that every device repeats for lack of a batch, or 0 if there is a batch."""
     inputs = (placed.at[i] for i in placed.block.inputs)
     if placed.axis not in (GROUP, AXIS) or any(isinstance(p, Split) and not p.stored for p in inputs):
         return 0
@@ -138,7 +138,7 @@ def unsplit(placed: Placed) -> int:
 
 
 def worth_splitting(placed: Placed) -> bool:
-    """Whether a step without a batch is more work than to make its arguments or its results, as an `init` is."""
+    """Check whether a step without a batch does more work than an `init`, which makes results."""
     block = placed.block
     entries = sum(math.prod(block.avals[i].shape) for i in (*block.inputs, *block.outputs))
     least, each = _WORTH_SPLITTING
@@ -146,13 +146,13 @@ def worth_splitting(placed: Placed) -> bool:
 
 
 def work(placed: Placed) -> int:
-    """FLOPs of a device in all of it."""
+    """Return a device's total FLOPs."""
     return sum(cost for _, cost, _ in _work(placed, 1))
 
 
 def _work(placed: Placed, times: int, every: bool = False) -> Iterator[tuple[Node, int, bool]]:
-    """Each operation with the FLOPs of a device, and whether every device does all of what is one device's work: it
-    takes whole values, one of which was split over the examples (`every`: or not)."""
+    """Yield each operation with a device's FLOPs, and whether every device repeats it: it takes
+    whole values, at least one of them split over the examples before (or any, with `every`)."""
     for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
         whole = all(to == REPLICATED for to in strategy.takes)
         again = whole and (every or any(isinstance(p := placed.at[i], Split) and not p.stored for i in node.ins))
@@ -163,7 +163,7 @@ def _work(placed: Placed, times: int, every: bool = False) -> Iterator[tuple[Nod
 
 
 def in_words(count: int) -> str:
-    """Bytes, for a person."""
+    """Format bytes for a person."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:.3g} {unit}"

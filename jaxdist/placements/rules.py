@@ -1,12 +1,12 @@
-"""The table of rules: what each primitive of JAX does to the dimensions of its operands, which is its factors.
+"""The table of rules: each gives the factors of a primitive, which relate its operands' dimensions.
 
-A factor is a loop of the operation: ``bd,dh->bh`` has three, b, d and h. Each dimension of an operand or a result runs
-along one of them, or along none (None: all of it is needed, or made, at once). To cut a factor is to give each device
-a part of its turns: what has the factor is `Split` along it, what has not is whole. A factor that no result has is
-reduced over, and gives a summand (`Partial`) or is put together by an exchange.
+A factor is a loop of the operation: ``bd,dh->bh`` has three, b, d and h. A dimension of an operand
+or result runs along one of them, or along none (None: it is needed or made at once). Cutting a
+factor gives each device some of its turns: values with the factor are `Split` along it, others are
+whole. A factor without result is reduced over: it gives a summand (`Partial`) or needs an exchange.
 
-`FACTORS` has the rules; operands and results of what is elementwise (`jaxdist.ir.operations.is_elementwise`) have the
-same dimensions; what has no rule is computed whole, and a user is told of it if it is not in `_WHOLE`.
+`FACTORS` has the rules. Elementwise operations (`jaxdist.ir.operations.is_elementwise`) share the
+dimensions of operands and results. All else is whole, with a message unless it is in `_WHOLE`.
 
 Reference: the sharding rules of Shardy (``OpShardingRule``), and the ``einsum`` notation of GSPMD, arXiv 2105.04663.
 """
@@ -29,21 +29,21 @@ Dims = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class Factors:
-    """An operation's loops."""
+    """The loops of an operation."""
 
     operands: tuple[Dims, ...]  # by operand, the factor of each of its dimensions
     results: tuple[Dims, ...]  # by result
-    # how a factor that no result has is reduced: ``"sum"``, ``"max"``, ``"min"``, ``"or"``, ``"and"``
+    # reductions of factors that no result has: ``"sum"``, ``"max"``, ``"min"``, ``"or"``, ``"and"``
     reduced: Mapping[int, str] = field(default_factory=dict)
-    onto: int | None = None  # the operand to which the reduction of a factor is added: it is counted once
-    # operands whose padding must not count when a factor is reduced; None: all that have the factor
+    onto: int | None = None  # the operand to which the reduction is added, which must count once
+    # operands whose padding must not count in a reduction; None means all that have the factor
     masked: tuple[int, ...] | None = None
     # the parameters that depend on the shapes, for slices: ``params(eqn params, factor, split)``
     params: Callable[[Mapping[str, Any], int, Split], Mapping[str, Any]] | None = None
 
 
 def along(*shapes: tuple[int, ...], results: tuple[tuple[int, ...], ...], axes: tuple[int, ...] = ()) -> Factors:
-    """Of an operation whose operands and results have the same dimensions, of which it needs `axes` whole."""
+    """Return the factors of an operation on operands of one shape that needs `axes` whole."""
     out = results[0]
 
     def dims(shape: tuple[int, ...]) -> Dims:
@@ -56,13 +56,13 @@ def along(*shapes: tuple[int, ...], results: tuple[tuple[int, ...], ...], axes: 
 
 Shapes = Sequence[tuple[int, ...]]
 Rule = Callable[[Mapping[str, Any], Shapes, Shapes], Factors | None]
-"""``rule(params, shapes of the operands, shapes of the results)``; None: the operation is computed whole."""
+"""``rule(params, shapes of operands, shapes of results)``; returns None to compute it whole."""
 
 LETTERS = string.ascii_letters
 
 
 def factors(primitive: Primitive, params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors | None:
-    """The loops of an operation, or None if nothing is known of it."""
+    """Return the loops of an operation, or None if it is unknown."""
     if rule := FACTORS.get(primitive.name):
         return rule(params, ins, outs)
     return _elementwise(ins, outs) if is_elementwise(primitive) else None
@@ -90,7 +90,7 @@ def _squeeze(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
 
 
 def _sized(name: str) -> Callable[[Mapping[str, Any], int, Split], Mapping[str, Any]]:
-    """Changes the entry of a parameter that is the size of what is split."""
+    """Update the entry of a parameter that holds the size of the split dimension."""
     return lambda params, factor, split: {
         **params, name: tuple(split.rows if d == factor else n for d, n in enumerate(params[name]))
     }  # fmt: skip
@@ -100,8 +100,8 @@ Whether = Callable[[Mapping[str, Any], Shapes, Shapes], Iterable[bool]]
 
 
 def _keeps(whether: Whether, sized: str | None = None) -> Rule:
-    """An operation that leaves these dimensions as they are, of operands and results of its rank, and needs the others
-    whole; `sized`: the parameter that holds the size of each."""
+    """Return the rule of an operation that keeps these dimensions in values of its rank and needs
+    others whole; `sized`: a parameter of sizes."""
 
     def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
         kept = tuple(d if keep else None for d, keep in enumerate(whether(params, ins, outs)))
@@ -116,7 +116,7 @@ def _equal(a: Sequence[int], b: Sequence[int], strides: Sequence[int] | None = N
 
 
 def _along(*names: str) -> Rule:
-    """An operation that needs the dimensions whole that these parameters name; the others are independent."""
+    """Return the rule of an operation that needs the dimensions named by these parameters whole."""
 
     def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
         axes = [a for name in names for a in np.ravel(params[name]).tolist()]
@@ -148,7 +148,7 @@ def _reduce(kind: str) -> Rule:
 
 
 def _reduce_locally(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-    """Over dimensions that must be whole."""
+    """Reduce over dimensions that must be whole."""
     axes = params["axes"] if "axes" in params else params["dimensions"]
     rank = len(ins[0])
     operand = tuple(None if d in axes else d for d in range(rank))
@@ -193,7 +193,7 @@ def _convolution(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factor
     if batches == 1:
         a[lhs[0]] = c[out[0]] = 0
     if features == 1:
-        # With groups of the batch (the gradient of a depthwise kernel) the features are still what is contracted.
+        # With batch groups (the gradient of a depthwise kernel) the features are still contracted.
         a[lhs[1]] = b[rhs[1]] = 1
         reduced = {1: "sum"}
     if features == 1 and batches == 1:
@@ -202,7 +202,7 @@ def _convolution(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factor
 
 
 def _windows(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Iterator[bool]:
-    """Windows over some dimensions; those of size 1 leave the others alone."""
+    """Check which dimensions windows leave alone: those with size 1 and no padding."""
     ones = (1,) * max(map(len, ins))
     names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
     sizes = zip(*(ones if params.get(name) is None else params[name] for name in names), strict=True)
@@ -243,7 +243,7 @@ def _gather(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
 
 
 def _scatter(kind: str | None) -> Rule:
-    """Of an update that is added up (``kind``), or not."""
+    """Return the rule of a scatter, which adds its updates up if there is a ``kind``."""
 
     def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
         numbers = params["dimension_numbers"]
@@ -278,7 +278,7 @@ def _scatter(kind: str | None) -> Rule:
 
 
 def _leading(count: Callable[[Mapping[str, Any], Shapes, Shapes], int]) -> Rule:
-    """Over so many of the first dimensions, where a value has as many."""
+    """Return the rule of an operation that is independent along this many leading dimensions."""
 
     def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
         first = count(params, ins, outs)
@@ -292,7 +292,7 @@ def _leading(count: Callable[[Mapping[str, Any], Shapes, Shapes], int]) -> Rule:
 
 
 def einsum(equation: str) -> Rule:
-    """The rule of an operation that is described as ``numpy.einsum`` does, its reductions sums.
+    """Return the rule of an operation in the notation of ``numpy.einsum``; reductions are sums.
 
     Letters are factors, ``.`` is a dimension that is needed whole.
     """
@@ -339,20 +339,20 @@ FACTORS: dict[str, Rule] = {
     **dict.fromkeys(("jaxdist_all_reduce", "pmax", "pmin", "ppermute"), _along()),
     "jaxdist_reduce_scatter": _along("dim"), "jaxdist_all_gather": _along("dim"),
     "all_to_all": _along("split_axis", "concat_axis"),
-    # a key draws for itself, from keys of its own where it draws more than one number
+    # each key draws independently, and derives keys of its own to draw more than one number
     **dict.fromkeys(("random_bits", "random_split", "random_unwrap", "random_gamma"),
                     _leading(lambda params, ins, outs: len(ins[0]))),
     **dict.fromkeys(("random_wrap", "random_seed"), _leading(lambda params, ins, outs: len(outs[0]))),
 }  # fmt: skip
 
-# Computed by every device on whole operands, knowingly: kernels; groups whose sizes are of the whole batch; bits of a
-# generator that is not by place; what JAX emits in another form; a scalar that says for which platform this is.
+# Known to be whole on every device: kernels; groups sized by the whole batch; generators whose bits
+# do not depend on position; operations that JAX emits differently; a platform index.
 _WHOLE = {"custom_partitioning", "ffi_call", "pallas_call", "ragged_dot_general", "rng_bit_generator",
           "select_and_scatter", "platform_index"}  # fmt: skip
 
 
 def is_known(primitive: Primitive) -> bool:
-    """Whether an operation has a rule here, or is known to have none."""
+    """Check whether an operation has a rule, or is known to have none."""
     return primitive.name in FACTORS or primitive.name in _WHOLE or is_elementwise(primitive)
 
 

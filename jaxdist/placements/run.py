@@ -1,4 +1,4 @@
-"""Ways to run an operation: what a strategy does with what a device holds of the operands."""
+"""Ways to run an operation on the operands that a device holds."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jaxdist.placements.values import REPLICATED, Split, wide
 
 
 def run_as_is(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-    """The operation itself."""
+    """Run the unmodified operation."""
     return emitter.bind(node, xs)
 
 
 def run_wide(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-    """On summands, in the dtype in which they are kept."""
+    """Run on summands, in their wide dtype."""
     eqn, out = node.eqn, emitter.block.avals[node.outs[0]]
     if node.name == "convert_element_type":
         return [xs[0].astype(wide(out.dtype))]
@@ -32,7 +32,7 @@ def run_wide(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
 
 
 def make_elementwise(emitter: Any, node: Node, to: Any) -> Any:
-    """Of a deferred value: from its operands in the same form."""
+    """Make a deferred value from its operands in the same form."""
     shape = emitter.block.avals[node.outs[0]].shape
     xs = []
     for i in node.ins:
@@ -43,7 +43,7 @@ def make_elementwise(emitter: Any, node: Node, to: Any) -> Any:
 
 
 def make_whole(emitter: Any, node: Node, to: Any) -> Any:
-    """Of a deferred value: all of it, then cut."""
+    """Make a deferred value whole, then cut it."""
     if isinstance(to, Split):
         return emitter.cut(emitter.take(node.outs[0], REPLICATED), to)
     return emitter.bind(node, [emitter.take(i, REPLICATED) for i in node.ins])[0]
@@ -51,7 +51,7 @@ def make_whole(emitter: Any, node: Node, to: Any) -> Any:
 
 @dataclass(frozen=True)
 class Cut:
-    """The operation on slices along one factor."""
+    """An operation on slices along one factor."""
 
     described: Factors
     factor: int
@@ -72,7 +72,7 @@ class Cut:
         if kind == "sum":
             dtype = emitter.block.avals[node.outs[0]].dtype
             if wide(dtype) != dtype:
-                if "update_jaxpr" in params:  # a scatter that adds, in whose parameters the dtype is written
+                if "update_jaxpr" in params:  # an adding scatter: its parameters contain the dtype
                     xs = [x.astype(wide(x.dtype)) if k != 1 else x for k, x in enumerate(xs)]
                     return [compat.scatter_add(xs, params)]
                 # XLA for CPUs multiplies no 16-bit floats into 32 bits, but converts them first anyway.

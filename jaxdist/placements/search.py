@@ -1,9 +1,9 @@
-"""A search for the leaves of the state that an axis cuts, and for the dimension of each, where nobody says them.
+"""Search for the state leaves that an axis cuts, and their dimensions, if the user gives none.
 
-Dimensions that an operation's factors tie together (a head in the kernels of queries, keys and values, in all that is
-computed of them, and in the kernel that takes it) are cut together or not at all: they are a class. A descent over
-classes looks for the layout that costs least, as `Infer` places the step with it. It depends on the traced step alone,
-and counts what it tries rather than time: every rank finds the same.
+Dimensions that factors tie together form a class, cut together or not at all: a head in the kernels
+of queries, keys and values, in all results computed from them, and in the kernel that takes those.
+A descent over classes looks for the cheapest layout, as placed by `Infer`. It depends only on the
+traced step, and counts its tries, not time, so every rank finds the same result.
 
 References:
   Shoeybi et al., *Megatron-LM*, arXiv 1909.08053 (the layouts to find); Zheng et al., *Alpa*, arXiv 2201.12023, and
@@ -29,14 +29,14 @@ from jaxdist.placements.strategy import nbytes
 from jaxdist.placements.values import REPLICATED, Placement, form, reshaped, tile
 
 _PADDED = 1 / 16
-"""What a dimension may grow by where the devices don't divide it."""
+"""Largest relative growth of a dimension by padding."""
 _PLACINGS, _FEWEST, _OPERATIONS = 200, 32, 200_000
-"""How often the step is placed at most: less often the more operations it has, but not less than so often."""
+"""Limit on placements of the step: fewer the more operations it has, down to a minimum."""
 
 Dimension = tuple[int, int, int]
-"""The number of a block, a value of it, a dimension of that."""
+"""Numbers of a block, a value in it, and one of its dimensions."""
 Member = tuple[int, int]
-"""An input, and a dimension of it."""
+"""Numbers of an input and one of its dimensions."""
 Class = frozenset[Member]
 
 
@@ -49,7 +49,7 @@ def search(
     examples: int = 1,
     given: Mapping[int, int] | None = None,
 ) -> dict[int, int]:
-    """The dimension along which each input is best cut; those that are left out are whole."""
+    """Return the best dimension to cut for each input; omitted inputs stay whole."""
     classes = _Classes(infer, block, state, sources)
     if given:
         return {**_cuts([one for one in reversed(classes.found) if not one.isdisjoint(given.items())]), **given}
@@ -67,7 +67,7 @@ def search(
             known[key] = _price(infer, block, state, sources, examples, cuts)
         return known[key]
 
-    # From nothing cut and from each group of classes, then by single classes.
+    # Start from nothing and from each group of classes, then refine by single classes.
     nothing, groups = frozenset[Class](), _alike(classes.found, block, names)
     value(nothing)
     alone = [value(group) for group in groups[: most // 2]] + [math.inf] * len(groups)
@@ -78,7 +78,7 @@ def search(
 
 
 class _Classes:
-    """The classes of an axis's dimensions: a union-find over those of all values, in loops and branches too."""
+    """The classes of an axis's dimensions: a union-find over all values, also in bodies."""
 
     def __init__(self, infer: Infer, block: Block, state: Sequence[int], sources: Sequence[int | None]):
         self._infer, self._devices = infer, infer.devices
@@ -137,7 +137,7 @@ class _Classes:
         """Operands and results of control flow are inputs and outputs of its bodies; a loop's carry is both."""
         for body in bodies(node.eqn):
             inner = self._infer.block(body.closed, node.backward)
-            if inner not in self._numbers:  # it may be that of several loops
+            if inner not in self._numbers:  # several loops may share it
                 self._walk(inner)
             ends = [(node.ins[k], inner.inputs[n], n in body.xs) for n, k in enumerate(body.ins)]
             ends += [(node.outs[k], inner.outputs[n], n in body.ys) for n, k in enumerate(body.outs)]
@@ -150,7 +150,7 @@ class _Classes:
                 self._same(inner, o, inner, inner.inputs[k])
 
     def _same(self, block: Block, value: int, other: Block, same: int, first: int = 0) -> None:
-        """Tie a value of a block to one of another block, which lacks the `first` dimensions."""
+        """Tie the dimensions of values in two blocks; the second lacks the `first` leading ones."""
         for d in range(len(other.avals[same].shape)):
             self._ties.tie(self._at(block, value, d + first), self._at(other, same, d))
 
@@ -163,10 +163,10 @@ def _price(
     examples: int,
     cuts: Mapping[int, int],
 ) -> float:
-    """What a layout costs, in seconds: of what a device computes and sends, and as many as it would take to send the
-    state that it holds, for an axis of the model is there to divide that.
+    """Return the price of a layout in seconds: a device's computing and sending, plus the time to
+    send its part of the state, which a model axis is meant to divide.
 
-    What is computed of the batch is divided by the axes of the batch as well; what is made of the state alone is not.
+    Work on the batch is also divided by the batch axes; work on the state alone is not.
     """
     n, avals, kept = infer.devices, [block.avals[i] for i in block.inputs], set(state)
     ins: list[Placement] = [
@@ -191,7 +191,7 @@ def _near(on: frozenset[Class], group: frozenset[Class]) -> list[frozenset[Class
 
 
 def _cuts(classes: Iterable[Class]) -> dict[int, int]:
-    """The inputs that these classes cut; one that is in several along its dimension in the first of them."""
+    """Return the inputs that these classes cut; the first class of an input decides."""
     found: dict[int, int] = {}
     for one in classes:
         for k, dim in sorted(one):
@@ -200,7 +200,7 @@ def _cuts(classes: Iterable[Class]) -> dict[int, int]:
 
 
 def _alike(classes: Sequence[Class], block: Block, names: Sequence[str]) -> list[frozenset[Class]]:
-    """Classes in groups: of the leaves of several layers, none of which has two classes in a group."""
+    """Group corresponding classes of several layers; a group has at most one class per leaf."""
     groups: list[tuple[frozenset[tuple[str, tuple[int, ...], int]], list[Class], set[int]]] = []
     leaf = [(re.sub(r"\d+", "#", name), block.avals[i].shape) for name, i in zip(names, block.inputs, strict=True)]
     for one in classes:

@@ -1,4 +1,4 @@
-"""Rules of operations whose factors don't say all: reshapes, broadcasts, what is made of nothing, pieces of a batch."""
+"""Rules beyond factors: reshapes, broadcasts, iota, pieces of a batch, random bits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _make_reshaped(emitter: Any, node: Node, to: Any) -> Any:
 
 @special("transpose", "squeeze")
 def _moved(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Of what is deferred: made of the same slices of the operand."""
+    """Make slices of a deferred value from the same slices of the operand."""
     described = walk.factors(node)
     if not isinstance(ins[0], Deferred) or not walk.shapes(node.outs)[0] or described is None:
         return None
@@ -87,7 +87,7 @@ def _broadcast(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | N
 
 
 def _make_broadcast(emitter: Any, node: Node, to: Any) -> Any:
-    """Of the operand's slice if the dimension is one of its own; what is stored is gathered before it grows."""
+    """Broadcast the operand's slice if it has the dimension; stored ones are gathered before."""
     (i,), dims = node.ins, [int(d) for d in node.eqn.params["broadcast_dimensions"]]
     old, new = emitter.block.avals[i].shape, emitter.block.avals[node.outs[0]].shape
     before: Any = REPLICATED
@@ -109,14 +109,14 @@ def _make_iota(emitter: Any, node: Node, to: Any) -> Any:
     shape, d = to.shape(aval.shape), params["dimension"]
     if to.dim != d:
         return emitter.bind(node, [], {**params, "shape": shape})[0]
-    # In integers: small floats can't count far.
+    # As integers, since small floats cannot count far.
     at = emitter.positions(to).astype(jnp.int64) if aval.shape[d] > 2**31 - 1 else emitter.positions(to)
     return lax.broadcast_in_dim(at.astype(aval.dtype), shape, (d,))
 
 
 @special("concatenate")
 def _concatenate(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Of pieces of one size along the batch: each device keeps its slice of each piece."""
+    """Join equal pieces of a batch: each device keeps its slice of each piece."""
     d = node.eqn.params["dimension"]
     splits = [p for p in ins if isinstance(p, Split)]
     along = [p for p in splits if p.dim == d and not p.stored]
@@ -135,7 +135,7 @@ def _concatenate(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy |
 
 @special("tile")
 def _tile(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Of the batch: each device repeats its own slice."""
+    """Repeat a batch: each device repeats its own slice."""
     p, reps = ins[0], node.eqn.params["reps"]
     if not isinstance(p, Split) or reps[p.dim] == 1:
         return None
@@ -144,7 +144,7 @@ def _tile(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
 
 @special("slice")
 def _slice(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Whole blocks of a batch that was put together of several."""
+    """Cut whole blocks out of a batch that was joined from several."""
     p, params = ins[0], node.eqn.params
     if not isinstance(p, Split):
         return None
@@ -166,7 +166,7 @@ def _slice(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
 
 @special("split")
 def _split(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Whole blocks of a batch that was put together of several."""
+    """Split whole blocks off a batch that was joined from several."""
     p, params = ins[0], node.eqn.params
     if not isinstance(p, Split) or p.dim != params["axis"] or any(s % p.size for s in params["sizes"]):
         return None
@@ -180,7 +180,7 @@ def _split(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
 
 @special("rev")
 def _reverse(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Along the batch: each device's own part, which then changes places."""
+    """Reverse the batch: each device reverses its part, and the parts trade places."""
     p = ins[0]
     if not isinstance(p, Split) or p.dim not in node.eqn.params["dimensions"] or p.outer > 1 or p.is_padded(walk.n):
         return None
@@ -196,7 +196,7 @@ def _reverse(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
 
 @special("jaxdist_all_gather")
 def _gathered(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Over another axis, along the dimension of a slice: each device has its slice of each part."""
+    """Gather a split dimension over a different axis: each device gets its slice of each part."""
     p, params = ins[0], node.eqn.params
     if not isinstance(p, Split) or p.dim != params["dim"] or p.outer > 1 or p.is_padded(walk.n):
         return None
@@ -208,7 +208,7 @@ def _gathered(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | No
 
 @special("jaxdist_shard")
 def _mark(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """From here on in shards (`jaxdist.zero`)."""
+    """Shard a marked value (`jaxdist.zero`)."""
     p, params = ins[0], node.eqn.params
     shape = walk.shapes(node.ins)[0]
     requested = params["role"] in ("requested", "state")
@@ -230,21 +230,21 @@ def _mark(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
 
 @special("jaxdist_plain", "reshard", "sharding_constraint", "layout_constraint", "mesh_cast", "device_put", "pvary")
 def _same(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
-    """The value itself: a decorated step inside another one, and what only says where a value is."""
+    """Pass the value on, for nested decorated steps and operations that only set a sharding."""
     gives = [REPLICATED if isinstance(p, Deferred) else p for p in ins]
     return Strategy([form(p) for p in gives], gives, lambda emitter, node, xs: xs)
 
 
 @special("jaxdist_count")
 def _count(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
-    """Of what each device holds."""
+    """Count the entries that each device holds."""
     to = form(ins[0]) if isinstance(ins[0], Split) else REPLICATED
 
     def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
         x = xs[0]
         if isinstance(to, Split) and to.is_padded(emitter.n):
             x = emitter.masked(x, to, 0)
-        left = node.eqn.params["devices"] // emitter.n  # those along the axes over which it is placed next
+        left = node.eqn.params["devices"] // emitter.n  # devices along the axes still to be placed
         own = counts(x)[None] if left == 1 else count_p.bind(x, devices=left)
         return [emitter.gather(own, 0, left * emitter.n)]
 
@@ -253,10 +253,10 @@ def _count(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
 
 # --- random bits
 #
-# Bit for bit those of ``jax.random`` with ``jax_threefry_partitionable`` (JAX's default): threefry makes each entry of
-# the key and the entry's place, a counter in row-major order, and the two words that it makes are joined or folded to
-# the width (Salmon et al., *Parallel random numbers: as easy as 1, 2, 3*, SC 2011). Other generators make all of it on
-# every device, and cut; so does threefry where the counter has more than 32 bits.
+# Identical to ``jax.random`` with ``jax_threefry_partitionable`` (JAX's default): threefry makes an
+# entry from the key and the entry's position, a counter in row-major order, and joins or folds the
+# resulting words to the width (Salmon et al., *Parallel random numbers*, SC 2011). With other
+# generators, or a counter of more than 32 bits, every device makes all bits and cuts them.
 
 
 @special("random_bits")
@@ -273,7 +273,7 @@ def _make_bits(emitter: Any, node: Node, to: Any) -> Any:
     keys, shape = emitter.block.avals[i].shape, emitter.block.avals[o].shape
     if not isinstance(to, Split):
         return emitter.bind(node, [emitter.take(i, REPLICATED)])[0]
-    if to.dim < len(keys):  # the slices of an array of keys
+    if to.dim < len(keys):  # slices of an array of keys
         return emitter.bind(node, [emitter.take(i, form(to))])[0]
     if math.prod(shape[len(keys) :]) >= 1 << 32:
         return make_whole(emitter, node, to)

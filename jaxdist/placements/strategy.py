@@ -1,4 +1,4 @@
-"""What inference settles: a strategy for each operation, and all of a block's together."""
+"""The results of inference: a strategy for each operation, and the placements of a whole block."""
 
 from __future__ import annotations
 
@@ -17,66 +17,66 @@ UNKNOWN = (
     "jaxdist does not know this operation. If it is your own, jaxdist.placements.register describes it; "
     "if it is JAX's, please report it: https://github.com/jaxdist/jaxdist/issues"
 )
-"""Why an operation has to be computed whole of which there is no description."""
+"""The reason to compute an operation whole if it has no description."""
 
-IN_PLACE = "in place of a weight, which is larger"
-"""Why values of a batch move where they need not."""
+IN_PLACE = "instead of a weight, which is larger"
+"""The reason that batch values are sent although a weight could be."""
 
 
 @dataclass(eq=False)
 class Strategy:
-    """How an operation runs on the devices."""
+    """A way to run an operation on the devices."""
 
-    # the form in which it takes each operand; None: it does not, until its deferred result is made
+    # the form of each operand, or None if it is only taken once its deferred result is made
     takes: Sequence[Form | None]
     gives: Sequence[Placement]  # the placement of each result
-    # ``run(emitter, node, operands) -> results``, each what a device holds
+    # ``run(emitter, node, operands) -> results``, as one device holds them
     run: Callable[[Any, Node, list[Any]], Sequence[Any]] | None = None
     make: Callable[[Any, Node, Any], Any] | None = None  # of a deferred result: ``make(emitter, node, form) -> result``
-    slicewise: bool = False  # a slice of that is made of the same slices of operands of its shape
-    bodies: Sequence[Placed] = ()  # of control flow
-    exchanges: bool = False  # it talks to other devices by itself
-    why: str = ""  # the operation is computed whole on every device, for this reason
-    instead: str = ""  # its operands move for this reason, where something else could
-    then: Sequence[Form] = ()  # the form into which each result is brought at once; (): it stays as it is made
-    name: str = ""  # of the option, where the operation has others; "": what is taken unless another one costs less
+    slicewise: bool = False  # a result slice needs only the same slices of operands of its shape
+    bodies: Sequence[Placed] = ()  # for control flow
+    exchanges: bool = False  # it communicates on its own
+    why: str = ""  # the reason that every device computes the whole operation
+    instead: str = ""  # the reason that its operands are sent, although an alternative exists
+    then: Sequence[Form] = ()  # the form to convert each result to at once, if any
+    name: str = ""  # the option's name; the default option has none
 
 
 @dataclass(eq=False)
 class Move:
     """A value that changes its form."""
 
-    node: Node  # the operation that needs it so
+    node: Node  # the operation that needs the new form
     kind: str  # ``"all-gather"``, ``"all-to-all"``, ``"all-reduce"``, ``"reduce-scatter"``
     aval: Any  # the value's logical type
-    stored: bool  # it is kept in shards between steps, or made of such alone
-    why: str  # what the operation can't do on slices, or `IN_PLACE`
-    waited_for: bool = False  # a product follows from it, and it can't be fetched ahead, as what is kept in shards can
-    again: bool = False  # it has moved for another operation already, and stays
+    stored: bool  # it is sharded between steps, or depends only on such values
+    why: str  # the reason that slices do not suffice, or `IN_PLACE`
+    waited_for: bool = False  # a product needs it, and unlike shards it cannot be fetched ahead
+    again: bool = False  # it was sent for a different operation before and is still present
 
     @property
     def bytes(self) -> int:
-        """Of the whole value."""
+        """Return the size of the whole value."""
         return nbytes(self.aval)
 
 
 @dataclass(eq=False)
 class Placed:
-    """A block whose placements are settled."""
+    """A block with settled placements."""
 
     block: Block  # its operations
-    ins: tuple[Form, ...]  # how it is given its inputs
+    ins: tuple[Form, ...]  # the forms of its inputs
     axis: str  # the name of the axis that it is placed over
-    strategies: list[Strategy] = field(default_factory=list)  # by operation
-    at: list[Any] = field(default_factory=list)  # by value: its placement
-    outs: tuple[Form, ...] = ()  # in which form it returns its outputs
-    given: tuple[Placement, ...] = ()  # how they come
-    own: list[Move] = field(default_factory=list)  # what changes its form, outside loops and branches
-    summed: frozenset[int] = frozenset()  # inputs that came as summands and were added up inside
-    matrices: int = 0  # how many components work on whole matrices in it (`jaxdist.placements.matrices`)
+    strategies: list[Strategy] = field(default_factory=list)  # one per operation
+    at: list[Any] = field(default_factory=list)  # the placement of each value
+    outs: tuple[Form, ...] = ()  # the forms in which outputs are returned
+    given: tuple[Placement, ...] = ()  # the placements of the outputs
+    own: list[Move] = field(default_factory=list)  # changes of form outside loops and branches
+    summed: frozenset[int] = frozenset()  # inputs given as summands and added up inside
+    matrices: int = 0  # the number of components in it (`jaxdist.placements.matrices`)
 
     def returning(self, infer: Any, wants: Sequence[Form | None]) -> Placed:
-        """The same, with its outputs in these forms; None: as they come."""
+        """Return this block with outputs converted to these forms; None keeps a form."""
         outs = tuple(own if want is None else want for own, want in zip(self.outs, wants, strict=True))
         inputs = {i: k for k, i in enumerate(self.block.inputs)}
         summed = {
@@ -93,10 +93,10 @@ class Placed:
         return replace(self, outs=outs, summed=self.summed | summed, own=[*self.own, *moves])
 
     def forms_of(self, i: int, returned: bool = True) -> set[Form | None]:
-        """The forms in which a value is used; None: in one that is not settled yet."""
+        """Return the forms in which a value is used; None stands for an unsettled one."""
         block, taken = self.block, set[Form | None]()
         seen, todo = {i}, [i]
-        for own in todo:  # and what is made of it entry by entry, and not settled yet either
+        for own in todo:  # the list grows by unsettled elementwise results
             if returned:
                 taken.update(to for o, to in zip(block.outputs, self.outs, strict=True) if o == own)
             for k in block.users.get(own, ()):
@@ -111,7 +111,7 @@ class Placed:
         return taken
 
     def returned(self, k: int) -> Placement:
-        """How an output comes; if it may come in any form, in that in which it is used before."""
+        """Return the placement of an output; a deferred one takes the slice that all uses take."""
         if isinstance(p := self.given[k], Deferred):
             used = self.forms_of(self.block.outputs[k], returned=False)
             if len(used) == 1 and isinstance(to := used.pop(), Split):
@@ -119,11 +119,11 @@ class Placed:
         return p
 
     def alike(self, other: Placed) -> bool:
-        """Whether another placing of the block returns the same, and moves as much."""
+        """Check whether a second placing has the same outputs and as many messages."""
         return (self.given, self.summed, len(self.moves)) == (other.given, other.summed, len(other.moves))
 
     def blocks(self, times: int = 1) -> Iterator[tuple[Placed, int]]:
-        """The block and those in its loops and branches, and how often each runs."""
+        """Yield the block and those in its loops and branches, with how often each runs."""
         yield self, times
         for node, strategy in zip(self.block.nodes, self.strategies, strict=True):
             for body in strategy.bodies:
@@ -131,17 +131,17 @@ class Placed:
 
     @property
     def moves(self) -> list[tuple[Move, int]]:
-        """What changes its form, in loops and branches too, and how often."""
+        """Return values that change form, in loops and branches too, with how often each does."""
         return [(move, times) for one, times in self.blocks() for move in one.own]
 
     @property
     def communicates(self) -> bool:
-        """Whether a device waits for others in it."""
+        """Check whether a device waits for others in this block."""
         return any(one.own or any(strategy.exchanges for strategy in one.strategies) for one, _ in self.blocks())
 
 
 def cuts(bodies: Sequence[Placed]) -> dict[int, Split]:
-    """The inputs that are on every device, and of which the bodies use one slice alone; and which that is."""
+    """Map each whole input that bodies use only in one slice to that slice."""
     found: dict[int, Split] = {}
     for k, own in enumerate(bodies[0].ins):
         if own == REPLICATED and bodies[0].block.avals[bodies[0].block.inputs[k]].shape:
@@ -156,9 +156,9 @@ def sliced(
     placed: Sequence[Placed],
     place: Callable[[Sequence[Placement]], Sequence[Placed]],
 ) -> tuple[Sequence[Placement], Sequence[Placed]]:
-    """Cut what bodies use in slices alone once, before them, if nothing else changes.
+    """Cut values that bodies only use in slices once, before the bodies, if nothing else changes.
 
-    Returns `given` and `placed` after that.
+    Returns the new `given` and `placed`.
     """
     if slices := {k: to for k, to in cuts(placed).items() if k < len(given)}:
         cut = [slices.get(k, p) for k, p in enumerate(given)]
@@ -169,7 +169,7 @@ def sliced(
 
 
 def nbytes(aval: Any) -> int:
-    """Of a whole value."""
+    """Return the size of a whole value."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return math.prod(aval.shape) * 8
     return math.prod(aval.shape) * aval.dtype.itemsize

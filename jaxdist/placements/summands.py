@@ -1,7 +1,7 @@
-"""What may be done to summands: where the sum of the results is the result for the sum, for every input.
+"""Operations on summands: the sum of results must be the result for the sum, for every input.
 
-A summand is trusted by operation and dtype. What changes which values are finite (a factor that may be huge, a division
-by what may be zero, a narrower dtype) waits until the sum is made.
+Operation and dtype decide. An operation that can change which values are finite (a huge factor, a
+division by a possible zero, a narrower dtype) waits until the sum is made.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxdist.placements.values import REPLICATED, Deferred, Form, Partial, Place
 
 
 def _goes_on(walk: Any, node: Node) -> bool:
-    """Whether a cotangent that is added up here is added to others next: then it is reduced after these."""
+    """Check whether a cotangent that is added up here is next added to others."""
     following = walk.next.get(node.outs[0])
     return (
         node.backward
@@ -32,7 +32,7 @@ def _goes_on(walk: Any, node: Node) -> bool:
 
 
 def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """The operation applied to summands, where the sum of the results is the result for the sum."""
+    """Apply the operation to summands if the sum of the results is the result for the sum."""
     name, avals = node.name, [walk.block.avals[i] for i in node.ins]
     if len(node.outs) != 1:
         return None
@@ -44,7 +44,7 @@ def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     owed = summands[0].owed
     if any(p.owed != owed for p in summands):
         return None
-    if name == "jaxdist_all_reduce":  # over another axis: both in one
+    if name == "jaxdist_all_reduce":  # over a different axis: one reduction over both
         owed = tuple(dict.fromkeys((*owed, *node.eqn.params["axes"])))
         return Strategy([form(summands[0])], [Partial(gradient, made, owed)], lambda emitter, node, xs: xs)
     takes: list[Form] = [Partial(owed=owed) if s else REPLICATED for s in partial]
@@ -65,14 +65,14 @@ def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Strategy | None:
         )
         ok = ok and not any(isinstance(ins[k], Partial) for k in range(len(ins)) if k not in operands)
         takes = [Partial(owed=owed) if k in operands else REPLICATED for k in range(len(ins))]
-        # What is added to a gradient must not lose digits on the wire for it.
+        # A term added to a gradient must not lose digits on the wire for it.
         gradient = gradient and all(p or z for p, z in zip(partial[first:last], zero, strict=True))
     elif name == "mul":
         other = ins[1 - partial.index(True)]
         ok = sum(partial) == 1 and _scales(other, out.dtype)
     elif name == "div":
         ok = partial[0] and not partial[1] and _scales(ins[1], out.dtype, inverse=True)
-    if owed:  # what else it takes may be another on each device of those axes: a place, a slice, a mask
+    if owed:  # other operands may differ across those axes' devices: a position, a slice, a mask
         ok = ok and name not in ACROSS and all(s or _is_number(p) for s, p in zip(partial, ins, strict=True))
     if not ok:
         return None
@@ -80,12 +80,12 @@ def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Strategy | None:
 
 
 def _is_plain(dtype: Any) -> bool:
-    """Whether a dtype is of floats that widen without loss, a sum that has overflowed included."""
+    """Check whether floats of a dtype widen without loss, even if a sum has overflowed."""
     return jnp.issubdtype(dtype, jnp.floating) and (jnp.dtype(dtype).itemsize > 2 or dtype == jnp.bfloat16)
 
 
 def _is_number(p: Placement) -> bool:
-    """Whether the program says what each entry is."""
+    """Check whether the value of each entry is known from the program."""
     return isinstance(p, (Replicated, Deferred)) and p.const is not None
 
 
@@ -94,9 +94,9 @@ def is_zero(p: Placement) -> bool:
 
 
 def _scales(p: Placement, dtype: Any, inverse: bool = False) -> bool:
-    """Whether each summand may be multiplied by a number: one that the program says, and that makes none overflow.
+    """Check whether a factor may scale each summand: it is known, and makes none overflow.
 
-    Not 16-bit floats of a small range: their sum may have overflowed before.
+    This excludes 16-bit floats with a small range: their sum may have overflowed before.
     """
     if not isinstance(p, (Replicated, Deferred)) or p.const is None or not jnp.issubdtype(dtype, jnp.inexact):
         return False

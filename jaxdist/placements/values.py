@@ -1,4 +1,4 @@
-"""How the devices hold a value that is logically one array: its placement.
+"""Placements: how the devices hold a value that is logically one array.
 
 | placement | each device holds |
 |---|---|
@@ -31,53 +31,53 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Split:
-    """One slice a device: the dimension is `outer` blocks of `size`, and device i has of each block the entries from
-    ``i * chunk`` to ``(i + 1) * chunk``.
+    """One slice per device: the dimension is `outer` blocks of `size`, and device i has the entries
+    from ``i * chunk`` to ``(i + 1) * chunk`` of each block.
 
-    One block is the usual case. There are more where a batch was merged with a dimension before it, as in a time-major
-    reshape, or in two views of a batch one after the other. What reaches beyond a block is padding: entries of the last
-    real one (of what is stored between steps: anything).
+    Usually there is one block. There are more if a batch was merged with a dimension before it, as
+    in a time-major reshape, or if two views of a batch were joined. Entries beyond a block are
+    padding: copies of the last real one (arbitrary for values stored between steps).
     """
 
-    dim: int  # that is split
-    size: int  # of a block
-    chunk: int  # of a block on a device
+    dim: int  # the split dimension
+    size: int  # length of a block
+    chunk: int  # length of a block on a device
     outer: int = 1  # number of blocks
-    # it is kept so between steps (`jaxdist.zero`), or is computed from nothing else; else it is of the batch
+    # sharded between steps (`jaxdist.zero`) or computed only from such values; else of the batch
     stored: bool = False
-    requested: bool = False  # `jaxdist.shard` or the optimizer's `init` wants it so
-    whole: bool = False  # all of it is on each device as well, so nothing has to move for that
+    requested: bool = False  # `jaxdist.shard` or the optimizer's `init` requested this
+    whole: bool = False  # each device also has the whole value, so using it needs no communication
 
     @property
     def rows(self) -> int:
-        """Entries along the dimension on a device."""
+        """Return the number of entries along the dimension on a device."""
         return self.outer * self.chunk
 
     def at(self, dim: int) -> Split:
-        """The same slices of another array's dimension `dim`."""
+        """Return the same slices of dimension `dim` of a different array."""
         return self if dim == self.dim else replace(self, dim=dim)
 
     def is_padded(self, devices: int) -> bool:
-        """Whether some device holds padding."""
+        """Check whether some device holds padding."""
         return self.chunk * devices != self.size
 
     def is_tile(self, devices: int) -> bool:
-        """Whether these are the usual slices: those that a reduce-scatter makes, and that are kept between steps."""
+        """Check whether these are the slices of a reduce-scatter, as kept between steps."""
         return self.outer == 1 and self.chunk == -(-self.size // devices)
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of the slice."""
+        """Return the shape of the slice."""
         return (*shape[: self.dim], self.rows, *shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True)
 class Partial:
-    """A summand a device; 16-bit floats are kept in 32 bits until they are added up."""
+    """One summand per device; 16-bit floats are kept in 32 bits until they are added up."""
 
-    gradient: bool = False  # it was made by differentiation, and may travel compressed
-    made: bool = True  # False of what a loop carries, until a summand is added to it
-    # axes over which the program is placed already, and over which it is a summand as well: the reduction that was to
-    # be there is made with that over this axis
+    gradient: bool = False  # differentiation made it, and it may be sent compressed
+    made: bool = True  # False for a loop's carry until a summand is added to it
+    # axes that the program is already placed over, along which this is a summand as well: one
+    # reduction covers them and this axis
     owed: tuple[str, ...] = ()
 
 
@@ -85,32 +85,32 @@ class Partial:
 class Deferred:
     """Cheap to make in any form."""
 
-    const: Any = None  # the value of each entry, if the program says so
+    const: Any = None  # the value of each entry, if known from the program
 
 
 Placement = Replicated | Split | Partial | Deferred
 Form = Replicated | Split | Partial
-"""A placement that a device can hold, without what else is known of the value."""
+"""A placement that a device can hold, without further knowledge of the value."""
 
 REPLICATED, PARTIAL, DEFERRED = Replicated(), Partial(), Deferred()
 
 
 @functools.lru_cache(maxsize=65536)
 def form(placement: Placement) -> Form:
-    """What a device holds of a value; of a deferred one all."""
+    """Return the form in which a device holds a value; a deferred one is whole."""
     if isinstance(placement, Split):
         return Split(placement.dim, placement.size, placement.chunk, placement.outer)
     return Partial(owed=placement.owed) if isinstance(placement, Partial) else REPLICATED
 
 
 def tile(dim: int, size: int, devices: int, stored: bool = False) -> Split:
-    """The usual slices of a dimension."""
+    """Return the usual slices of a dimension."""
     return Split(dim, size, -(-size // devices), stored=stored)
 
 
 def tiles(dim: int, size: int, axes: Sequence[int], stored: bool = False) -> list[Split]:
-    """The slices of a dimension over several axes of so many devices, the outermost first: as over one that has all of
-    their devices, one after another."""
+    """Slice a dimension over several axes of these sizes, outermost first, the same way as over one
+    axis with all their devices in order."""
     found: list[Split] = []
     for k in range(len(axes)):
         chunk = -(-size // math.prod(axes[k:])) * math.prod(axes[k + 1 :])
@@ -120,24 +120,24 @@ def tiles(dim: int, size: int, axes: Sequence[int], stored: bool = False) -> lis
 
 
 def local_shape(shape: Sequence[int], placement: Placement) -> tuple[int, ...]:
-    """Of what a device holds."""
+    """Return the shape of a device's part."""
     return placement.shape(shape) if isinstance(placement, Split) else tuple(shape)
 
 
 def wide(dtype: Any) -> Any:
-    """The dtype in which summands are kept: 16-bit floats may overflow where their sum doesn't."""
+    """Return the dtype for summands: 16-bit floats may overflow where their sum does not."""
     if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4:
         return jnp.dtype("float32")
     return dtype
 
 
 def is_wide(dtype: Any) -> bool:
-    """Whether summands of a dtype can be added up in any order: numbers, not booleans or keys."""
+    """Check whether a dtype can be summed in any order: numbers, not booleans or keys."""
     return jnp.issubdtype(dtype, jnp.inexact) or jnp.issubdtype(dtype, jnp.integer)
 
 
 def reshaped(split: Split, shape: Sequence[int], new: Sequence[int]) -> Split | None:
-    """The slices after a reshape, if each device's stay contiguous there; the rest is a matter of the same entries."""
+    """Return the slices after a reshape, if each device's stay contiguous; else None."""
     for (a, b), (c, d) in _groups(shape, new):
         if not a <= split.dim < b:
             continue
@@ -153,7 +153,7 @@ def reshaped(split: Split, shape: Sequence[int], new: Sequence[int]) -> Split | 
 
 
 def _groups(shape: Sequence[int], new: Sequence[int]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Runs of dimensions, [a, b) of one shape and [c, d) of the other, that hold the same entries."""
+    """Yield runs of dimensions, [a, b) and [c, d) of the two shapes, with the same entries."""
     i = j = 0
     while i < len(shape) or j < len(new):
         a, c = i, j
@@ -177,5 +177,5 @@ def _groups(shape: Sequence[int], new: Sequence[int]) -> Iterator[tuple[tuple[in
 
 
 def related(shape: Sequence[int], new: Sequence[int], dim: int) -> list[int]:
-    """The dimensions after a reshape that hold the entries of dimension `dim` before it."""
+    """Return the dimensions after a reshape that hold the entries of dimension `dim`."""
     return next((list(range(c, d)) for (a, b), (c, d) in _groups(shape, new) if a <= dim < b), [])

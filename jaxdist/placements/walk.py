@@ -1,6 +1,6 @@
-"""The walk over a block: how each value is placed, and in which form each operation takes its operands.
+"""The walk over a block: placements of values, and the forms in which operations take them.
 
-What is known of an operation beside its factors is in `SPECIAL`, which the modules of rules fill.
+`SPECIAL` has the rules of operations that need more than factors; the modules of rules fill it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from jaxdist.placements.values import (
 
 @dataclass(frozen=True)
 class Choice:
-    """What a walk takes, where it is not what it takes by itself."""
+    """Exceptions to the default options of a walk."""
 
-    names: Mapping[int, str] = field(default_factory=dict)  # by the id of an operation, the option
-    slices: Mapping[int, Split] = field(default_factory=dict)  # of summands, in which they are added up
+    names: Mapping[int, str] = field(default_factory=dict)  # by an operation's id, its option
+    slices: Mapping[int, Split] = field(default_factory=dict)  # of summands to add up
 
 
 class Walk:
-    """Settles one block."""
+    """Settles the placements of one block."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Walk:
         self.placed = Placed(block, tuple(map(form, ins)), infer.axis.name)
         self.at: list[Any] = [None] * len(block.avals)
         self.loose = added(block, loose)
-        self.again = functools.partial(Walk, infer, block, ins, loose)  # with another choice
+        self.again = functools.partial(Walk, infer, block, ins, loose)  # with a different choice
         self.next = {i: node for node in block.nodes for i in node.ins}
         self.inputs = {i: k for k, i in enumerate(block.inputs)}
         summed: set[int] = set()
@@ -93,14 +93,14 @@ class Walk:
         self.placed.summed = frozenset(summed)
 
     def note(self, node: Node, i: int, to: Form, why: str) -> None:
-        """Write down that a value has to move, and whether it did so before."""
+        """Record that a value is sent, and whether it was before."""
         p, aval = self.at[i], self.block.avals[i]
         if not (kind := self.infer.move(p, to, aval)):
             return
         stored = isinstance(p, Split) and p.stored
         ahead = stored and self.block.source(i) in self.inputs
         waited_for = i in self.block.before_products and not ahead
-        fetched = node.backward and stored  # anew in the backward pass
+        fetched = node.backward and stored  # fetched anew in the backward pass
         key = i, form(to), fetched
         made = self.block.makers.get(i)
         formed = made is not None and made.name in SHAPE_ONLY and (made.ins[0], REPLICATED, fetched) in self._moved
@@ -109,25 +109,25 @@ class Walk:
         self.placed.own.append(Move(node, kind, aval, stored, why, waited_for, again))
 
     def _settled(self, i: int, placement: Placement) -> Placement:
-        """A summand with several uses is added up once, before them."""
+        """Add up a summand with several uses once, before them."""
         if not isinstance(placement, Partial) or self.block.uses[i] <= 1:
             return placement
         return self.slices.get(i, REPLICATED)
 
     def added_up(self, node: Node) -> frozenset[int]:
-        """The results that a loop around this block adds up: they may stay summands until after it."""
+        """Return the results that a surrounding loop adds up: they may stay summands."""
         return frozenset(k for k, o in enumerate(node.outs) if o in self.loose)
 
     # --- one operation
 
     def strategy(self, node: Node) -> Strategy:
-        """How an operation runs, given how its operands come."""
+        """Choose how to run an operation, given the placements of its operands."""
         first, *others = self.options(node)
         self.offers += [(node, one) for one in others]
         return next((one for one in others if one.name == self.choice.names.get(id(node))), first)
 
     def options(self, node: Node) -> list[Strategy]:
-        """How an operation may run; the first is what moves least for it alone."""
+        """Return the ways to run an operation; the first sends least for it alone."""
         ins = [self.at[i] for i in node.ins]
         if unknown := [type(e).__name__ for e in node.eqn.effects if type(e).__name__ not in _EFFECTS]:
             raise refuse(node, f"its effect ({unknown[0]}) is not possible on several devices")
@@ -139,7 +139,7 @@ class Walk:
         return [self._alone(node, ins), *(one for rule in OFFERS.get(node.name, ()) if (one := rule(self, node, ins)))]
 
     def _alone(self, node: Node, ins: Sequence[Placement]) -> Strategy:
-        """The strategy of an operation that moves least for it alone."""
+        """Return the strategy that sends least for an operation alone."""
         for rule in SPECIAL.get(node.name, ()):
             if strategy := rule(self, node, ins):
                 return strategy
@@ -148,7 +148,7 @@ class Walk:
         return self.by_factors(node, ins, self.factors(node)) or self.whole(node, ins)
 
     def factors(self, node: Node) -> Factors | None:
-        """The loops of an operation."""
+        """Return the loops of an operation."""
         if not node.described:
             shapes = self.shapes(node.ins), self.shapes(node.outs)
             known = not self._draws_together(node)
@@ -156,7 +156,7 @@ class Walk:
         return node.described[0]
 
     def _draws_together(self, node: Node) -> bool:
-        """Whether what an operation draws from each of its keys may depend on the others."""
+        """Check whether draws for one key may depend on the other keys."""
         keys = self.block.avals[node.ins[0]].dtype if node.name in _DRAWS else None
         return keys is not None and not compat.draws_by_key(keys)
 
@@ -164,7 +164,7 @@ class Walk:
         return [self.block.avals[i].shape for i in values]
 
     def alike(self, node: Node, ins: Sequence[Placement]) -> Strategy:
-        """The strategy of an operation on operands that every device has."""
+        """Return the strategy of an operation whose operands every device has."""
         aval = self.block.avals[node.outs[0]] if len(node.outs) == 1 else None
         if aval is not None and aval.ndim and is_deferrable(node.eqn.primitive):
             large = [p for p, i in zip(ins, node.ins, strict=True) if self.block.avals[i].ndim]
@@ -176,7 +176,7 @@ class Walk:
         return Strategy([REPLICATED] * len(ins), [REPLICATED] * len(node.outs), run_as_is)
 
     def whole(self, node: Node, ins: Sequence[Placement]) -> Strategy:
-        """Computed by every device, on whole operands; what follows may be cut again for nothing."""
+        """Compute whole operands on every device; later operations can cut the result for free."""
         gives: list[Placement] = []
         for o in node.outs:
             dim = self.batch_dim(node, ins, self.block.avals[o].shape)
@@ -190,7 +190,7 @@ class Walk:
         return Strategy([REPLICATED] * len(ins), gives, run_as_is, why=why)
 
     def batch_dim(self, node: Node, ins: Sequence[Placement], shape: tuple[int, ...]) -> int | None:
-        """The dimension of a result that holds the batch, if it can be cut."""
+        """Return the dimension of a result that holds the batch, if it can be cut."""
         for p, i in zip(ins, node.ins, strict=True):
             if not isinstance(p, Split) or p.stored:
                 continue
@@ -201,7 +201,7 @@ class Walk:
             elif node.name in SAME_RANK and len(shape) > p.dim:
                 dims.append(p.dim)
             dims = [d for d in dims if shape[d] >= self.n]
-            # One of k parts of a batch: its examples are in the dimension after that of the parts.
+            # One of k parts of a batch: its examples are in the dimension after the parts.
             if not dims and node.name in SAME_RANK and p.dim + 1 < len(shape) and shape[p.dim + 1] >= self.n:
                 dims = [p.dim + 1]
             if dims:
@@ -209,7 +209,7 @@ class Walk:
         return None
 
     def by_factors(self, node: Node, ins: Sequence[Placement], described: Factors | None) -> Strategy | None:
-        """Cut along the factor for which least has to move."""
+        """Cut along the factor that needs the least communication."""
         if described is None:
             return None
         known, key = node.by_factors, tuple(ins)  # walks of a block differ in few operations
@@ -223,7 +223,7 @@ class Walk:
         return known[key]
 
     def candidates(self, node: Node, ins: Sequence[Placement], described: Factors) -> Sequence[tuple[int, Split]]:
-        """Factors along which an operand is split; those of the batch if there are any: what is stored moves."""
+        """Return factors along which operands are split; batch operands take precedence."""
         found: dict[tuple[int, int, int, int], Split] = {}
         batch = [p for p in ins if isinstance(p, Split) and not p.stored]
         for p, dims in zip(ins, described.operands, strict=True):
@@ -234,7 +234,7 @@ class Walk:
                 if key not in found or (found[key].stored and not p.stored):
                     found[key] = p
         if not found and batch:
-            # What has to be gathered must not make the rest N-fold: cut what is on every device anyway.
+            # A gathered operand must not make the rest N-fold: cut values that all devices have.
             length = {
                 self.block.avals[i].shape[p.dim] for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split)
             }
@@ -250,7 +250,7 @@ class Walk:
     def cut(
         self, node: Node, ins: Sequence[Placement], described: Factors, factor: int, split: Split
     ) -> tuple[Strategy | None, Any]:
-        """The operation with one factor cut, and what moves for it."""
+        """Cut an operation along one factor, and return its strategy and communication cost."""
         takes: list[Form] = []
         cost = 0.0
         stored = split.stored
@@ -289,7 +289,7 @@ class Walk:
         sent = self.infer.link.sent("all-reduce", sum(map(nbytes, outs)))
         whole = sum(nbytes(self.block.avals[i]) for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split))
         if split.stored and sent > cost + 2 * self.infer.link.sent("all-gather", whole):
-            return None, None  # to gather what is stored is less than to reduce what is made of it
+            return None, None  # gathering the stored operand is cheaper than reducing the result
         return Strategy(takes, gives, run, exchanges=kind != "sum"), (cost + sent, 1, factor)
 
 
@@ -301,20 +301,20 @@ _EFFECTS = {"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "IOEffect", 
 
 Special = Callable[[Walk, Node, Sequence[Placement]], Strategy | None]
 SPECIAL: dict[str, list[Special]] = {}
-"""Operations that need more than their factors, and what knows of them; None from all of these: as any other."""
+"""Operations that need more than factors, with their rules; if all return None, factors apply."""
 
 
 OFFERS: dict[str, list[Special]] = {}
-"""Other options of operations; which of them are taken is decided in `jaxdist.placements.options`."""
+"""Further options of operations; `jaxdist.placements.options` decides which to use."""
 
 
 def special(*names: str) -> Callable[[Special], Special]:
-    """Enter a rule into the table."""
+    """Add a rule to the table."""
     return functools.partial(_enter, SPECIAL, names)
 
 
 def offer(*names: str) -> Callable[[Special], Special]:
-    """Enter a rule for an option beside the usual one; it names it."""
+    """Add a rule for an option next to the default; the rule names it."""
     return functools.partial(_enter, OFFERS, names)
 
 
@@ -325,12 +325,12 @@ def _enter(table: dict[str, list[Special]], names: Sequence[str], rule: Special)
 
 
 def refuse(node: Node, why: str) -> StepError:
-    """An error that names the operation and the user's line."""
+    """Return an error that names the operation and the user's line."""
     return StepError(f"{node.name} at {node.line or 'an unknown line'}: {why}")
 
 
 def settled(placement: Placement) -> Placement:
-    """As what crosses into control flow: a deferred value is made whole."""
+    """Return the placement of a value passed into control flow: a deferred one is made whole."""
     if isinstance(placement, Deferred):
         return Replicated(placement.const)
     return placement

@@ -1,4 +1,4 @@
-"""What a step would take on devices that are not here."""
+"""Estimate the memory, communication and time of a step on hypothetical devices."""
 
 from jaxdist.planning.fitting import fit
 from jaxdist.planning.footprint import Memory, memory

@@ -1,4 +1,4 @@
-"""A step on devices that are not here: emitted, compiled, and what is read off either."""
+"""A step on hypothetical devices: emit it, compile it, and read figures from both."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ LEVELS = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Needs:
-    """What a step needs of a device."""
+    """The resources that a step needs on a device."""
 
     ahead: Ahead  # the step
-    collectives: tuple[Collective, ...]  # of the program
-    results: int  # bytes of those that do not take an argument's place
+    collectives: tuple[Collective, ...]  # of its program
+    results: int  # bytes of results that do not reuse an argument's memory
     peak: int  # bytes on a device
-    seconds: float  # that it took to find out; 0: these are lower bounds
+    seconds: float  # time to trace and compile; 0 if these are lower bounds
 
     @property
     def temporaries(self) -> int:
-        """What is neither argument nor result."""
+        """Return the bytes that are neither arguments nor results."""
         return self.peak - self.results - sum(x.bytes for x in self.ahead.arguments if not x.host)
 
 
@@ -65,11 +65,11 @@ class Elsewhere:
     ) -> None:
         self.topology = Topology.parse(topology)
         if unknown := [level for level in levels if level not in LEVELS]:
-            raise ValueError(f"levels: there is no ZeRO level {unknown[0]!r}; valid: 0, 1, 2, 3")
+            raise ValueError(f"levels: {unknown[0]!r} is not a ZeRO level; valid: 0, 1, 2, 3")
         if isinstance(step, functools.partial) and not step.keywords:  # a decorated method
             step, args = step.func, (*step.args, *args)
         if not isinstance(step, DataParallel):
-            raise TypeError(f"a plan is of a step decorated with jaxdist.data_parallel, not of {step!r}")
+            raise TypeError(f"expected a step decorated with jaxdist.data_parallel, not {step!r}")
         self._levels, self._step = levels, step
         self._programs: dict[Any, Needs] = {}
         self.memory = self.topology.kind.usable
@@ -85,7 +85,7 @@ class Elsewhere:
             self._forecast = self._forecast.on(self._mesh)
 
     def on(self, mesh: Sizes) -> Elsewhere:
-        """The same step on the same devices in another mesh; what has been compiled they have in common."""
+        """Return the step on the same devices in a different mesh; both share compiled programs."""
         other = copy.copy(self)
         other._mesh = mesh_of(mesh, list(self._mesh.devices.flat), self.topology)
         other._forecast = self._forecast.on(other._mesh)
@@ -93,34 +93,34 @@ class Elsewhere:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The axes and their sizes."""
+        """Return the axes and their sizes."""
         return dict(self._mesh.shape)
 
     @property
     def repeats(self) -> bool:
-        """Whether the model axis cuts nothing: each device along it does the same."""
+        """Check whether the model axis cuts nothing, so that all devices along it do the same."""
         return self._forecast.repeats
 
     def meshes(self) -> list[dict[str, int]]:
-        """Meshes that may be chosen (see `jaxdist.step.choice.meshes`)."""
+        """Return the meshes to choose from (see `jaxdist.step.choice.meshes`)."""
         return list(meshes(self.topology.devices, self.topology.per_host, self._forecast.batch))
 
     @property
     def in_host(self) -> int:
-        """How many devices along the axis of data are of one host; 0: all, one, or not as many of each."""
+        """Return how many devices per host the data axis has, or 0 if all, one, or unequal."""
         return in_host(along_data(self._mesh, self.topology.on))
 
     @property
     def compilations(self) -> int:
-        """How many there have been."""
+        """Return the number of compilations so far."""
         return len(self._programs)
 
     def emitted(self, level: int | None = None, shared: int | None = None) -> Ahead:
-        """The step for these devices: as written, or at another level, for other groups."""
+        """Emit the step for these devices, as written or at a given level and group size."""
         return self._forecast.ahead(level, shared)
 
     def compile(self, ahead: Ahead) -> Needs:
-        """What it needs, by XLA's own account."""
+        """Compile a step and return its needs as XLA reports them."""
         began = time.monotonic()
         # Levels 1 and 2 are often one program, and its compilation is most of the time.
         key = hashlib.sha256(ahead.lowered.as_text().encode()).digest(), ahead.arguments
@@ -131,39 +131,39 @@ class Elsewhere:
         return dataclasses.replace(self._programs[key], ahead=ahead, seconds=time.monotonic() - began)
 
     def bound(self, ahead: Ahead) -> Needs:
-        """What it needs at least: arguments and results without temporaries; collectives as XLA may merge them."""
+        """Return lower bounds: arguments and results without temporaries; merged collectives."""
         machine = VIRTUAL if self.compiled_for == "cpu" else self.topology.machine
         return Needs(ahead, ahead.sent(machine), ahead.results, ahead.least, 0.0)
 
     def level_of(self, written: Ahead) -> int | None:
-        """The level of the step as it is written; None: there is not just one."""
+        """Return the level of the step as written, or None if it uses several."""
         return next(iter(written.levels)) if len(written.levels) == 1 else None
 
     def others(self, written: Ahead) -> list[int]:
-        """The levels that were asked for and that the step can have; a note says why not the rest."""
+        """Return the requested levels that the step can have; notes explain missing ones."""
         levels, own = list(self._levels), self.level_of(written)
         if not written.levels:
             if levels:
-                self.note("the step does not use jaxdist.zero: there are no other levels to compare it with")
+                self.note("the step does not use jaxdist.zero, so it cannot run at other levels")
             return []
         if own is None:
             several = sorted(written.levels)
-            self.note(f"the step uses jaxdist.zero at several levels, {several}: each in turn for all of it")
+            self.note(f"the step uses jaxdist.zero at levels {several}; candidates use one")
         if 3 in levels and not written.knows_parameters and own != 3:
             self.note(
-                "no level 3: no argument of the step has the updates added; pass them: "
+                "cannot plan level 3: no argument of the step receives the updates. Use "
                 "tx.update(grads, opt_state, params)"
             )
             levels = [level for level in levels if level != 3]
         return levels
 
     def note(self, text: str) -> None:
-        """Say it, once."""
+        """Add a note, once."""
         if text not in self.notes:
             self.notes.append(text)
 
     def candidate(self, needs: Needs, level: int | None, own: bool, mesh: str = "") -> Candidate:
-        """A program as a row of the report."""
+        """Make a program a row of the report."""
         ahead, machine = needs.ahead, self.topology.machine
         sizes: dict[str, int] = dict.fromkeys(("parameters", "optimizer state", "other state", "batch"), 0)
         for x in ahead.arguments:
@@ -187,7 +187,7 @@ class Elsewhere:
         )  # fmt: skip
 
     def _axes(self, c: Collective, axes: Sequence[Axis]) -> str:
-        """The axes along which the devices of a collective differ, of a mesh of several; "": of no such groups."""
+        """Return the axes of a collective on a mesh with several, or "" if no groups match."""
         groups = {frozenset(group) for group in c.groups}
         for k in range(1, 1 + len(axes) * (len(self._mesh.shape) > 1)):
             for names in itertools.combinations([axis.name for axis in axes if axis.size > 1], k):
@@ -197,7 +197,7 @@ class Elsewhere:
         return ""
 
     def plan(self, written: Ahead, found: Sequence[Candidate], **more: Any) -> Plan:
-        """The whole of it."""
+        """Return the whole report."""
         if most := max((one.host for one in found), default=0):
             speed = self.topology.kind.host
             self.note(
@@ -205,7 +205,7 @@ class Elsewhere:
                 f"{duration(2 * most / speed)} of each step at PCIe's full speed, and more if devices share it"
             )
             if self.compiled_for == "cpu":
-                self.note("XLA for CPUs makes no such copies: if they are larger, they are the temporaries")
+                self.note("XLA for CPUs makes no such copies; temporaries are at least their size")
         pairs = zip(written.arguments, self._forecast.leaves, strict=True)
         parameters = sum(math.prod(jnp.shape(leaf)) for x, leaf in pairs if _kind(x) == "parameters")
         batch = self._forecast.batch
@@ -219,7 +219,7 @@ class Elsewhere:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """XLA for GPUs complains on standard error about each program that does not fit."""
+    """Silence XLA for GPUs, which complains on standard error about programs that do not fit."""
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:
@@ -231,7 +231,7 @@ def _silence() -> Iterator[None]:
 
 
 def _devices(topology: Topology) -> tuple[list[Any], str, list[str]]:
-    """Devices to compile for, of which platform, and what there is to say about it."""
+    """Return devices to compile for, their platform, and notes about them."""
     notes = []
     if not topology.kind.is_cpu:
         try:
@@ -241,7 +241,7 @@ def _devices(topology: Topology) -> tuple[list[Any], str, list[str]]:
             notes.append(
                 f"compiled for {topology.devices} virtual CPU devices, without JAX's compiler for NVIDIA GPUs "
                 f"({reason}): temporaries differ, sums in 16 bits count as 32, and no overlap is known. No GPU is "
-                "needed for it: pip install 'jaxdist[cuda12]'"
+                "needed to fix that: pip install 'jaxdist[cuda12]'"
             )
     elif topology.hosts > 1:
         notes.append("compiled for virtual devices in one process; real gloo or MPI traffic differs")
@@ -249,17 +249,17 @@ def _devices(topology: Topology) -> tuple[list[Any], str, list[str]]:
 
 
 def _read(compiled: Any, ahead: Ahead, devices: int, on_cpu: bool) -> Needs:
-    """What a compiled program needs."""
+    """Read the needs of a compiled program."""
     analysis = compiled.memory_analysis()
     results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     held, offloaded = (sum(x.bytes for x in ahead.arguments if x.host == host) for host in (False, True))
     arguments, temporaries = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
-    if offloaded and on_cpu:  # XLA's account for CPUs knows one memory, and no copies from one to the other
+    if offloaded and on_cpu:  # XLA's account for CPUs knows one memory, and no copies between two
         arguments, temporaries = held, max(temporaries, offloaded)
-    # What is allocated: XLA takes its temporaries as one block. Its `peak_memory_in_bytes` is how much of them is
-    # in use at once, a little less (and on CPUs it leaves them out).
+    # XLA allocates its temporaries as one block. Its `peak_memory_in_bytes` is how much of them is
+    # used at once, which is a little less (and omits them on CPUs).
     peak = arguments + results + temporaries
-    # Arguments that the step does not use are not the program's, and still there.
+    # Arguments that the step does not use are not part of the program, but still occupy memory.
     peak += max(0, held - arguments)
     return Needs(ahead, tuple(schedule.collectives(compiled.as_text(), devices)), results, peak, 0.0)
 

@@ -1,4 +1,4 @@
-"""`fit`: the ZeRO level, the groups of devices and the mesh with which a step fits, in the least time."""
+"""`fit`: find the ZeRO level, device groups and mesh with which a step fits, in the least time."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def fit(
     else:
         among = _options(there, said(there.mesh) if mesh else "")
         candidates, left = [one.compile()[0] for one in among], []
-        there.note("the number of microbatches and what jax.checkpoint recomputes are as the step has them")
+        there.note("the number of microbatches and the use of jax.checkpoint are as in the step")
     if there.compiled_for != "cuda":
         there.note("no schedule available; communication is assumed not to overlap")
     fitting = [one for one in candidates if one.fits]
@@ -94,22 +94,22 @@ class _Option:
 
     there: Elsewhere  # its step on the devices
     ahead: Ahead  # emitted
-    bound: Candidate  # what it takes at least
+    bound: Candidate  # lower bounds of its needs
 
     def compile(self) -> tuple[Candidate, float]:
-        """What it takes; and its temporaries over the values that it holds at once before a compiler has fused any."""
+        """Compile it; also return the ratio of its temporaries to `held`."""
         needs = self.there.compile(self.ahead)
         found = self.there.candidate(needs, self.bound.level, self.bound.own, self.bound.mesh)
         return found, needs.temporaries / max(1, self.held)
 
     @functools.cached_property
     def held(self) -> int:
-        """Bytes of values that it makes and holds at once."""
+        """Return the bytes of values that the program holds at once, before compilation."""
         return held_at_once(self.ahead.program.jaxpr)
 
 
 def _options(there: Elsewhere, mesh: str) -> list[_Option]:
-    """A step as it is written, and at each other level and for each kind of groups; emitted, and not compiled."""
+    """Return the step as written, and at each other level and group size; emitted, not compiled."""
     as_written = there.emitted()
     own = there.level_of(as_written), as_written.shared
     levels = there.others(as_written) if there.mesh.get(AXIS, 1) > 1 else []
@@ -122,9 +122,9 @@ def _options(there: Elsewhere, mesh: str) -> list[_Option]:
 
 
 def _search(among: Sequence[_Option]) -> tuple[list[Candidate], list[Candidate]]:
-    """Compile what may be the fastest until one that fits takes no longer than any other may.
+    """Compile the most promising candidates until one fits and no other can be faster.
 
-    Returns all candidates, and those that may be faster but for which there was no compilation left.
+    Returns all candidates, and those that may be faster but exceed the limit on compilations.
     """
     there = among[0].there
     found = [one.bound for one in among]
@@ -132,7 +132,7 @@ def _search(among: Sequence[_Option]) -> tuple[list[Candidate], list[Candidate]]
     waiting = [i for i, one in enumerate(found) if one.fits is None]
 
     def turn(i: int) -> tuple[bool, float, int]:
-        # Temporaries are expected to be as large a part of what it holds as for the same step at other levels.
+        # Assume the same ratio of temporaries to held values as for the same step at other levels.
         known = [r for k, r in ratios.items() if among[k].there is among[i].there] or list(ratios.values())
         more = statistics.median(known) * among[i].held if known else 0
         return order(found[i].seconds, found[i].peak + more, found[i].peak, there.memory)
@@ -148,7 +148,7 @@ def _search(among: Sequence[_Option]) -> tuple[list[Candidate], list[Candidate]]
 
 
 def _shown(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """All that were compiled, and the fastest of each mesh: there are many."""
+    """Return all candidates that were compiled, and the fastest of each mesh: there are many."""
     fastest: dict[str, Candidate] = {}
     for one in candidates:
         if one.mesh not in fastest or one.seconds < fastest[one.mesh].seconds:
@@ -178,13 +178,13 @@ def _left(left: Sequence[Candidate]) -> str:
         return ""
     least = max(left, key=_slow)
     return (
-        f"; after {_MOST} compilations {len(left)} that may be faster were not compiled, the fastest of them "
+        f"; after {_MOST} compilations {len(left)} candidates that may be faster were not compiled, the fastest being "
         f"{least.name} (at least {duration(least.seconds)})"
     )
 
 
 def _nothing(plan: Plan) -> str:
-    """What is missing if nothing fits, and what would help."""
+    """Explain how much memory is missing if nothing fits, and how to reduce the need."""
     best = min([one for one in plan.candidates if one.compile_seconds] or plan.candidates, key=lambda one: one.peak)
     helps = ["microbatches by jaxdist.value_and_grad(..., microbatches=k)", "jax.checkpoint around the layers"]
     if best.level is None:
@@ -196,6 +196,6 @@ def _nothing(plan: Plan) -> str:
         helps.append(f"a larger {FRACTION}")
     least = "" if best.compile_seconds else "at least "
     return (
-        f"nothing fits: {best.name} comes nearest, and {least}{readable(plan.missing(best))} are missing on each "
-        f"device. What helps: {', '.join(helps)}"
+        f"nothing fits: {best.name} comes closest, but each device lacks {least}{readable(plan.missing(best))}"
+        f". Possible remedies: {', '.join(helps)}"
     )

@@ -1,4 +1,4 @@
-"""What a device holds of a state, by kind."""
+"""The memory that a device needs for a state, by kind."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ class Row:
     kind: str  # the part of the tree: ``params``, ``opt_state``, …
     leaves: int  # number of arrays
     whole: int  # bytes of the arrays as you see them
-    device: int  # bytes that one device holds of them
-    replicated: int  # of these, of arrays that every device holds whole
-    padding: int  # that only make a dimension divisible
-    host: int = 0  # bytes that one device has in the host's memory (`jaxdist.zero`, ``offload=True``)
+    device: int  # bytes of them on one device
+    replicated: int  # bytes of arrays that every device holds whole
+    padding: int  # bytes that only make a dimension divisible
+    host: int = 0  # bytes in host memory for one device (`jaxdist.zero`, ``offload=True``)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """A table of bytes per device; prints as one."""
+    """A table of bytes per device; prints as a table."""
 
-    rows: tuple[Row, ...]  # one for each kind
-    compiled: dict[str, int]  # what XLA says of a compiled step: name -> bytes a device
+    rows: tuple[Row, ...]  # one per kind
+    compiled: dict[str, int]  # XLA's figures for a compiled step: name -> bytes per device
 
     @property
     def total(self) -> Row:
-        """The sum of the rows."""
+        """Return the sum of the rows."""
         columns = zip(*((r.leaves, r.whole, r.device, r.replicated, r.padding, r.host) for r in self.rows), strict=True)
         leaves, whole, device, replicated, padding, host = map(sum, columns) if self.rows else (0,) * 6
         return Row("total", leaves, whole, device, replicated, padding, host)
@@ -117,13 +117,13 @@ def _row(kind: str, leaves: list[Any]) -> Row:
 
 
 def readable(size: float) -> str:
-    """Bytes with three digits."""
+    """Format bytes with three digits."""
     power = next((k for k in range(3) if size < 999.5 * 1024**k), 3)
     return f"{digits(size / 1024**power, 3)} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def digits(x: float, count: int = 2) -> str:
-    """A number with this many significant digits."""
+    """Format a number with this many significant digits."""
     if x:
         x = round(x, count - 1 - math.floor(math.log10(abs(x))))
     return f"{x:,.0f}" if abs(x) >= 10 ** (count - 1) and x < 1e9 else f"{x:g}".replace("e+", "e")

@@ -1,4 +1,4 @@
-"""`plan`: what a decorated step takes on devices that are not here: bytes, collectives, what hides them."""
+"""`plan`: bytes and collectives of a decorated step on hypothetical devices, and their overlap."""
 
 from __future__ import annotations
 
@@ -74,5 +74,5 @@ def plan(
         ahead = written if level == own else there.emitted(level)
         found.append(there.candidate(there.compile(ahead), level, level == own))
     if there.compiled_for == "cuda" and (large := [one.name for one in found if not one.fits]):
-        there.note(f"{', '.join(large)}: XLA orders what does not fit so as to save memory, not to overlap anything")
+        there.note(f"{', '.join(large)}: too large, so XLA schedules to save memory, not to overlap")
     return there.plan(written, found)

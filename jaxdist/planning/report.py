@@ -17,11 +17,11 @@ from jaxdist.step.choice import Times
 from jaxdist.text import text_of
 
 STATE = ("parameters", "optimizer state", "other state")
-"""The kinds of bytes that are kept from step to step."""
+"""The kinds of bytes that persist between steps."""
 _MOST = 0.95
-"""The part of a device's memory for the step; the rest is for the driver, NCCL and the kernels themselves."""
+"""The share of a device's memory for a step; the driver, NCCL and kernels need the rest."""
 
-_WIDTH = 160  # of a table that needs it
+_WIDTH = 160  # of a wide table
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,18 @@ class Traffic:
     """The collectives of one kind in one step."""
 
     kind: str  # all-reduce, reduce-scatter, all-gather, …
-    count: int  # how many a device takes part in
-    bytes: int  # of the whole arrays, all of them together
-    sent: int  # bytes that a device sends, if the library uses rings
-    seconds: float  # that they take one after another, at the full speed of the links: a lower bound
-    # the share of the bytes sent during which the schedule has something to compute; None: not known
+    count: int  # number of runs per device
+    bytes: int  # total size of the whole arrays
+    sent: int  # bytes sent per device, if the library uses rings
+    seconds: float  # total time, one by one at full link speed: a lower bound
+    # the share of the bytes sent while the schedule computes something, or None if unknown
     overlapped: float | None
-    between: int = 0  # bytes that a host sends to others, all its devices together
-    axis: str = ""  # of the mesh, along which it runs; several with plus signs between them
+    between: int = 0  # bytes that a host sends to others, for all its devices
+    axis: str = ""  # the mesh axis, or several with plus signs between them
 
 
 def total_of(kind: str, rows: Sequence[Traffic], axis: str = "") -> Traffic:
-    """The sum of several."""
+    """Return the sum of several rows."""
     sent = sum(row.sent for row in rows)
     known = all(row.overlapped is not None for row in rows)
     share = sum(row.sent * (row.overlapped or 0) for row in rows) / sent if sent and known else None
@@ -52,35 +52,35 @@ def total_of(kind: str, rows: Sequence[Traffic], axis: str = "") -> Traffic:
 
 @dataclass(frozen=True)
 class Candidate(Times):
-    """A step at one ZeRO level, for one kind of groups, on one mesh; and its times."""
+    """A step at one ZeRO level, for one group size, on one mesh, with its times."""
 
-    level: int | None  # 0 to 3; None: as the step is written
-    own: bool  # whether it is the one the step is written with
-    within: Within  # the devices that share what is kept in shards: None: all; ``"host"``, or so many in a row
-    mesh: str  # its axes and their sizes, if several meshes are considered
-    bytes: dict[str, int]  # on one device, by kind; together they are the peak
-    peak: int  # bytes on one device, by XLA's own account
-    fits: bool | None  # in the part of the device's memory that JAX takes; None: not known, as it was not compiled
-    traffic: tuple[Traffic, ...]  # one row for each kind of collective
-    flops: int  # of a device in a step
-    host: int  # bytes of its state in the host's memory, which are not in `bytes`
-    compile_seconds: float  # that it took to trace and compile; 0: peak and times are lower bounds, without a compiler
+    level: int | None  # 0 to 3, or None for the step as written
+    own: bool  # whether the step is written this way
+    within: Within  # the devices that share shards: None (all), ``"host"``, or this many in a row
+    mesh: str  # its axes and their sizes, if there are several meshes
+    bytes: dict[str, int]  # per device, by kind; they add up to the peak
+    peak: int  # bytes per device, as XLA reports them
+    fits: bool | None  # whether it fits in JAX's part of the memory, or None if it was not compiled
+    traffic: tuple[Traffic, ...]  # one row per kind of collective
+    flops: int  # per device and step
+    host: int  # bytes of its state in host memory, not part of `bytes`
+    compile_seconds: float  # to trace and compile; 0 if peak and times are lower bounds
 
     @property
     def total(self) -> Traffic:
-        """The sum of all collectives."""
+        """Return the sum of all collectives."""
         return total_of("all", self.traffic)
 
     @property
     def name(self) -> str:
-        """For a person."""
+        """Return its name for a person."""
         within = f" within {self.within}" * (self.within is not None)
         level = "as written" if self.level is None else f"level {self.level}"
         return f"{level}{within}" + f", {self.mesh}" * bool(self.mesh)
 
     @property
     def code(self) -> str:
-        """What chooses it; "": the step as it is written."""
+        """Return the code that selects it, or "" for the unmodified step."""
         lines = []
         if self.level is not None:
             within = "" if self.within is None else f", within={json.dumps(self.within)}"
@@ -94,32 +94,32 @@ class Candidate(Times):
 
 @dataclass(frozen=True)
 class Plan:
-    """A step on devices that are not here; prints as tables."""
+    """A step on hypothetical devices; prints as tables."""
 
     step: str  # its name
     topology: Topology
-    compiled_for: str  # ``"cuda"``: by the compiler for these GPUs; ``"cpu"``: for as many virtual CPU devices
-    memory: int  # bytes of a device that JAX takes
+    compiled_for: str  # ``"cuda"``: with the compiler for these GPUs; ``"cpu"``: for virtual devices
+    memory: int  # bytes of a device that JAX uses
     parameters: int  # numbers in the parameters
-    batch: tuple[int, str]  # examples or tokens in a step of all devices, and which of the two
+    batch: tuple[int, str]  # examples or tokens per step of all devices, and the unit
     mesh: Mapping[str, int]  # the sizes of its axes; neighboring devices differ in the last one
-    candidates: tuple[Candidate, ...]  # in the order of their meshes and levels
+    candidates: tuple[Candidate, ...]  # ordered by mesh and level
     notes: tuple[str, ...]
-    chosen: Candidate | None = None  # by `fit`, the one that fits and takes the least time; None: nothing fits
-    why: str = ""  # a sentence, by `fit`
-    shown: Sequence[Candidate] = field(default=(), repr=False)  # in the table, if not all
+    chosen: Candidate | None = None  # by `fit`: the fastest one that fits, if any
+    why: str = ""  # a sentence, from `fit`
+    shown: Sequence[Candidate] = field(default=(), repr=False)  # rows of the table, if not all
 
     @property
     def own(self) -> Candidate:
-        """The step as it is written."""
+        """Return the candidate for the unmodified step."""
         return next(one for one in self.candidates if one.own)
 
     def missing(self, one: Candidate) -> int:
-        """Bytes that a candidate needs beyond the memory."""
+        """Return how many bytes a candidate needs beyond the memory."""
         return max(0, one.peak - self.memory)
 
     def to_json(self) -> str:
-        """All figures (bytes, seconds, FLOPs, shares between 0 and 1) as a JSON object.
+        """Return all figures (bytes, seconds, FLOPs, shares between 0 and 1) as a JSON object.
 
         ``"chosen"`` is an index into ``"candidates"``. If ``"compile_seconds"`` is 0, peak and seconds are lower bounds
         and ``"fits"`` may be null.
@@ -159,12 +159,12 @@ class Plan:
         lines = [*head, text_of(self._times(), width=_WIDTH)]
         if not self.why:
             lines.append(text_of(self._traffic(), width=_WIDTH))
-        if self.chosen:  # code is to be copied: in one line
-            lines.append(f"chosen: {self.chosen.code or 'the step as it is written'}")
+        if self.chosen:  # code stays on one line, to be copied
+            lines.append(f"chosen: {self.chosen.code or 'the step as written'}")
         return "\n".join([*lines, text_of(*[f"why: {self.why}"] * bool(self.why), *about, width=100)])
 
     def _times(self) -> Table:
-        """What each candidate holds, and how long it takes."""
+        """Tabulate memory and time of each candidate."""
         table = Table(box=None, pad_edge=False)
         hidden = ["hidden"] * (self.compiled_for == "cuda")
         names = ("one device", "parameters", "optimizer", "peak", "fits", "compute", "messages", *hidden, "step, ms")
@@ -183,7 +183,7 @@ class Plan:
         return table
 
     def fit(self, one: Candidate) -> str:
-        """Whether a candidate fits, for a person."""
+        """Describe whether a candidate fits."""
         if one.fits or one.fits is None:
             return "yes" if one.fits else ""
         needed = one.peak / self.topology.kind.memory
@@ -208,5 +208,5 @@ class Plan:
 
 
 def duration(seconds: float) -> str:
-    """For a person."""
+    """Format seconds for a person."""
     return f"{digits(seconds)} s" if seconds >= 1 else f"{digits(seconds * 1e3)} ms"

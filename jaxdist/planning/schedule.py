@@ -1,7 +1,7 @@
-"""The collectives of a compiled program, in the order in which a device runs it: bytes, turns, and what hides them.
+"""The collectives of a compiled program in running order: bytes, turns, and overlap.
 
-XLA writes a collective that may run beside other work as two operations, ``-start`` and ``-done``, in the text of a
-program whose order is settled. What stands between the two runs while the bytes travel.
+In a scheduled program, XLA writes an asynchronous collective as two operations, ``-start`` and
+``-done``. The operations between the two run while the bytes are sent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from jaxdist.ir.compiled import Computations, Instruction, computations
 from jaxdist.ir.wire import Collective
 
-# They start no kernel, or only move what is there.
+# These start no kernel, or only copy existing values.
 _FREE = {
     "add-dependency", "after-all", "bitcast", "constant", "copy", "copy-done", "copy-start", "get-tuple-element",
     "iota", "opt-barrier", "parameter", "partition-id", "replica-id", "tuple",
@@ -23,7 +23,7 @@ _BITS = re.compile(r"\d+")
 
 
 def collectives(text: str, devices: int) -> list[Collective]:
-    """The collectives of a compiled program.
+    """List the collectives of a compiled program.
 
     Source: https://openxla.org/xla/operation_semantics, https://openxla.org/xla/async_ops
     """
@@ -52,7 +52,7 @@ def _walk(computations: Computations, name: str, devices: int, times: int) -> It
 
 
 def _collective(one: Instruction, computations: Computations) -> Instruction:
-    """The instruction that says which collective `one` starts: itself, or the only one that it wraps."""
+    """Return the collective instruction that `one` starts: itself, or the only one it wraps."""
     if one.opcode != "async-start":
         return one
     found = [inner for name in one.called for inner in computations.get(name, ()) if inner.kind]
@@ -60,7 +60,7 @@ def _collective(one: Instruction, computations: Computations) -> Instruction:
 
 
 def _hidden(body: list[Instruction], start: int, types: dict[str, str]) -> bool:
-    """Whether a kernel on more than scalars runs between the start and the end of a collective.
+    """Check whether a kernel on more than scalars runs between a collective's start and end.
 
     Without an end in the same computation it does not count.
     """
@@ -74,7 +74,7 @@ def _hidden(body: list[Instruction], start: int, types: dict[str, str]) -> bool:
 
 
 def _moved(type_: str, kind: str, started: bool) -> tuple[int, str]:
-    """Bytes and dtypes of the whole arrays: of the larger of what goes in and comes out, as far as a type tells."""
+    """Return the bytes and dtypes of the whole arrays: the larger of input and output, if known."""
     parts = _parts(type_)
     if started and kind != "all-reduce" and len(parts) > 1:
         # (operands, results, …); an all-reduce's start has the type of its results.
@@ -89,7 +89,7 @@ def _moved(type_: str, kind: str, started: bool) -> tuple[int, str]:
 
 
 def _parts(type_: str) -> list[str]:
-    """The elements of a tuple type; of another type itself."""
+    """Return the elements of a tuple type, or a list with any other type."""
     if not type_.startswith("("):
         return [type_]
     parts, depth, last = [], 0, 1

@@ -1,4 +1,4 @@
-"""Devices that need not exist here: how many, of which kind, with how much memory and which links."""
+"""Hypothetical devices: their number, kind, memory and links."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Topology:
     """Hosts with devices of one kind."""
 
     hosts: int
-    per_host: int  # devices of each
+    per_host: int  # devices per host
     kind: Kind
 
     @classmethod
     def parse(cls, text: str) -> Topology:
-        """The topology that a text names: ``"8xH100"``, ``"4x8xH100"`` (hosts first), ``"4x8xH100,network=25e9"``."""
+        """Parse ``"8xH100"``, ``"4x8xH100"`` (hosts first), or ``"4x8xH100,network=25e9"``."""
         match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([a-zA-Z].*)", text.strip())
         if match is None:
             raise ValueError(
@@ -37,17 +37,17 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        """The number of devices of all hosts."""
+        """Return the number of devices of all hosts."""
         return self.hosts * self.per_host
 
     @property
     def on(self) -> tuple[int, ...]:
-        """The number of the host of each device."""
+        """Return the host number of each device."""
         return tuple(i // self.per_host for i in range(self.devices))
 
     @property
     def machine(self) -> Machine:
-        """The devices as placements are priced for them."""
+        """Return the machine that placements are priced for."""
         return Machine(self.kind, self.on)
 
     def __str__(self) -> str:

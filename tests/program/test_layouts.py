@@ -189,7 +189,7 @@ def test_explain_says_what_is_sent() -> None:
     step, args = mlp(inner=1024, layers=2)
     found = jaxdist.explain(decorated(step, BOTH), *args)
     lines = str(found).splitlines()
-    shares = dict(re.findall(r"over (\w+): [\d.]+ [kM]B, (\d+)% of what is sent", str(found)))
+    shares = dict(re.findall(r"over (\w+): [\d.]+ [kM]B, (\d+)% of all bytes", str(found)))
     assert shares.keys() == {"data", "model"}
     assert sum(map(int, shares.values())) in (99, 100, 101)
     assert re.search(r"over \w+: all-reduce \(\w+\) at \S+\.py:\d+$", str(found), re.MULTILINE)
