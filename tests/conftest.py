@@ -71,11 +71,3 @@ def _nothing_said() -> None:
     """What is said once in a process is said in each test."""
     if tracing := sys.modules.get("jaxdist.step.tracing"):  # private: a user has one process
         tracing.say_once.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def no_locks_left() -> Iterator[None]:
-    """Each has a thread, and a process shows where its main thread is among a hundred at most."""
-    yield
-    if lock := sys.modules.get("jaxdist.checkpoint.lock"):  # private: a user's job saves into one folder
-        lock.release_all()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Primitive
@@ -86,25 +84,15 @@ class GlooLowering(XlaLowering):
 
     * Gloo's reduce-scatter sometimes returns wrong data (jax#40830): use all-to-all and a local sum.
     * XLA would widen 16-bit floats before sending: exchange compressed gradients bit for bit.
-    * XLA orders independent collectives, perhaps differently on different processors. A number in
-    each name tells which is which.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.rules = {
-            **dict.fromkeys((p.psum_p, p.all_gather_p, p.all_to_all_p, p.ppermute_p, p.ragged_all_to_all_p), _as_is),
             **self.rules,
             compat.reduce_scatter_p: self._reduce_scatter,
             **exchange.rules(self._among),
         }
-        self._numbers = itertools.count(1)
-
-    def eval_eqn(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
-        if eqn.primitive not in self.rules:
-            return super().eval_eqn(eqn, *args)
-        with jax.named_scope(f"collective_{next(self._numbers)}"):
-            return super().eval_eqn(eqn, *args)
 
     def _among(self, eqn: JaxprEqn) -> tuple[Any, ...]:
         axes = eqn.params["axes"]
