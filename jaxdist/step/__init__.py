@@ -1,8 +1,8 @@
-"""The decorated step: its arguments are told apart, it is traced once, placed, lowered, and called.
+"""The decorated step: arguments are sorted into state and batch; it is traced once, placed, lowered, and called.
 
 | where | what |
 |---|---|
-| `data_parallel`, `calling` | the decorator, what it was given, and the arguments in order |
+| `data_parallel`, `calling` | the decorator, its settings, and the arguments in order |
 | `decorated` | the decorated step, and a call of it |
 | `calls`, `known` | the calls of a step: new ones, which ranks compare; known ones; memory that is gone |
 | `signature`, `reading`, `batch` | the arguments by structure: constants, state, the batch; results like them |

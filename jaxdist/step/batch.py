@@ -2,10 +2,10 @@
 
 Nothing looks at values, and nothing is traced just to choose. An argument may be the batch if it holds arrays with a
 first dimension and nothing that is state already (made by an earlier step, `restore` or `shard`). It is *like a result*
-if its structure, shapes and dtypes occur in what the step returns. The batch is the last argument that may be it, whose
+if its structure, shapes and dtypes occur in the step's result. The batch is the last argument that may be it, whose
 arrays all have one length, and that is not like a result; and with it every other one of that length, but those like a
-result without which the step could be traced with a batch of another length (a state as long as the batch by chance).
-If there is no such argument, it is the last one that has one length, or is not like a result (a graph, whose arrays
+result without which the step could be traced with a batch of a different length (a state of its length by chance).
+Without such an argument, it is the last one that has one length, or is not like a result (a graph, whose arrays
 have several).
 
 Of the batch, arrays and arrays of keys are cut along their first dimension. Numbers, single keys, arrays without a
@@ -25,14 +25,14 @@ INDICES = (
     "A batch is the parts of all ranks, one after the other: positions within a part (the edges of a graph, say) need "
     "the entries of the ranks before it added, edges + rank * nodes"
 )
-"""To be said where `batch_argnums` is advised to several ranks: nobody can know which numbers are indices."""
+"""Follows advice about `batch_argnums` in several processes: jaxdist cannot know which numbers are indices."""
 
 
 class Argument(NamedTuple):
     """One argument of a call."""
 
     lengths: frozenset[int]  # the first dimensions of its arrays; none: it can't be the batch
-    keys: bool = False  # it holds typed PRNG keys only, which are the batch beside arrays of their length
+    keys: bool = False  # it holds typed PRNG keys only: batch if arrays of their length are
 
 
 def batch_of(arguments: Sequence[Argument], returned: Collection[int] = ()) -> tuple[int, ...]:
@@ -46,12 +46,12 @@ def batch_of(arguments: Sequence[Argument], returned: Collection[int] = ()) -> t
 
 
 def is_keys(x: Any) -> bool:
-    """Whether a leaf is a typed PRNG key, or an array of them."""
+    """Check whether a leaf is a typed PRNG key, or an array of them."""
     return jnp.issubdtype(getattr(x, "dtype", None) or type(x), jax.dtypes.prng_key)
 
 
 def sizes(leaves: Sequence[Any]) -> list[int | None]:
-    """For each leaf of an argument that is a batch how many entries there are to be cut; None: it is whole."""
+    """Return the number of entries to split of each leaf of a batch argument; None for leaves that stay whole."""
     found = [int(np.shape(x)[0]) if hasattr(x, "dtype") and np.ndim(x) else None for x in leaves]
     raw = [n is not None and _like_a_raw_key(x) for x, n in zip(leaves, found, strict=True)]
     lengths = {n for n, key in zip(found, raw, strict=True) if n and not key}
@@ -65,12 +65,12 @@ def _like_a_raw_key(x: Any) -> bool:
 
 
 def unsplit(names: Sequence[str], devices: int, processes: int) -> str:
-    """What to say of a step of which nothing is split."""
+    """Return the message about a step that splits nothing."""
     which, last = " or ".join(names[-3:]), names[-1]
     return (
         f"no argument is taken for the batch, so each of the {devices} devices computes all of it. If {which} has an "
-        f"entry an example, say so: batch_argnums={last!r}, or a part of it, batch_argnums=\"{last}['x']\". "
-        "batch_argnums=() says that there is no batch" + (f". {INDICES}" if processes > 1 else "")
+        f"entry per example, say so: batch_argnums={last!r}, or a part of it, batch_argnums=\"{last}['x']\". "
+        "batch_argnums=() says that the step has no batch" + (f". {INDICES}" if processes > 1 else "")
     )
 
 
@@ -103,7 +103,7 @@ def batch_part(x: Any, total: int) -> Any:
 
 
 def problem(names: Sequence[str], leaves: Sequence[Any], devices: Sequence[int]) -> str | None:
-    """What is wrong with a batch whose leaves must be multiples of so many examples each, or None."""
+    """Return the problem with a batch whose leaves must divide by these numbers of devices, or None."""
     for name, x, parts in zip(names, leaves, devices, strict=True):
         shape = np.shape(x)
         if not shape:

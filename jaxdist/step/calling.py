@@ -1,4 +1,4 @@
-"""How a step is decorated and called: its options; the arguments of a call in the order of the step's parameters."""
+"""A step's options, and the arguments of a call in the order of its parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxdist.step.signature import Static
 
 
 class Calling:
-    """How one step is called."""
+    """The signature of one step, and its static arguments."""
 
     def __init__(self, step: Callable[..., Any], static_argnums: Sequence[int], static_argnames: Sequence[str]):
         try:
@@ -32,7 +32,7 @@ class Calling:
 
     @property
     def plain(self) -> bool:
-        """Whether positional arguments are taken as they come."""
+        """Check whether positional arguments need no rearranging."""
         return not self._static
 
     def named(self, argnums: Sequence[int], what: str) -> frozenset[str]:
@@ -63,7 +63,7 @@ class Calling:
         return values, keywords
 
     def of(self, count: int, keywords: Collection[str] = ()) -> list[str]:
-        """How messages call each argument of a call."""
+        """Return the name of each argument of a call, for messages."""
         names, places = [], count - len(keywords)
         for p in self._signature.parameters.values() if self._signature else ():
             if p.kind is p.VAR_POSITIONAL:
@@ -86,7 +86,7 @@ def _static(name: str, value: Any) -> Static:
     except TypeError:
         raise ValueError(
             f"the static argument {name} is a {type(value).__name__}, which has no hash: a constant of the program is "
-            "compared with that of earlier calls. Pass a tuple, say, or a frozen dataclass"
+            "compared with its value in earlier calls. Pass a tuple, say, or a frozen dataclass"
         ) from None
     return Static(value)
 
@@ -99,7 +99,7 @@ COMPRESSIONS = {"bf16": "bfloat16", "fp16": "float16"}
 
 @dataclass(frozen=True)
 class Settings:
-    """What a step is decorated with: the arguments of `jaxdist.data_parallel`."""
+    """A step's options: the arguments of `jaxdist.data_parallel`."""
 
     step: Callable[..., Any]  # the function
     calling: Calling  # how it is called
@@ -107,14 +107,14 @@ class Settings:
     donate: bool  # whether state that the step returns is donated
     donated: frozenset[str]  # names of arguments that are
     check_finite: bool  # whether NaN and infinity in the result are errors
-    check_every: int  # calls from one comparison of the devices' copies to the next; 0: none
+    check_every: int  # calls between comparisons of the devices' copies; 0 for never
     mesh: Mesh | Sizes | Literal["auto"] | None  # the devices, or the sizes of the axes of all of the job's
     layouts: Mapping[str, int | None] | None  # by a regular expression for the names of leaves of the state
-    bucket_bytes: int | None  # of a message of gradients; None: by measurement
-    compress: Compression | None  # how gradients travel
+    bucket_bytes: int | None  # of a message of gradients
+    compress: Compression | None  # the dtype for sending gradients
 
     def said(self) -> list[tuple[str, str]]:
-        """Names and values of what decides which calls are made and what is sent, for other ranks."""
+        """Return names and values of the options that must agree between ranks."""
         mesh: Any = self.mesh
         if isinstance(mesh, Mesh):
             mesh = dict(mesh.shape), [device.id for device in mesh.devices.flat]

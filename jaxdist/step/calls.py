@@ -79,7 +79,7 @@ class Calls:
         self._ledger.check_all_here(self.name)
 
     def find(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> tuple[Known, Sequence[Any]]:
-        """What a call with these arguments runs, and its leaves, those of the state on the mesh."""
+        """Return the known call for these arguments, and its leaves, with the state on the mesh."""
         try:
             leaves, tree = flat(args, keywords)
             known = latest = self._latest.get(tree)
@@ -120,7 +120,7 @@ class Calls:
     def _look_up(
         self, args: tuple[Any, ...], keywords: tuple[str, ...], leaves: list[Any], tree: Any, settings: Any
     ) -> tuple[Known, Sequence[int]]:
-        """The call by its key; and the leaves of the state that its program has in another place."""
+        """Look up a call by its key. Also returns the leaves of the state that have to move."""
         constants = self._signatures.constants(tree, leaves)
         signature = self._signatures.get((tree, constants))
         if signature is None:
@@ -142,7 +142,7 @@ class Calls:
         return known, [i for i in signature.state if not self._placer.is_kept(data[i], layouts[i])]
 
     def _key(self, signature: Signature, data: Sequence[Any], settings: Any) -> Any:
-        """What decides which program runs."""
+        """Return the key that selects a program."""
         placer = self._placer
         state = [(_type(data[i]), placer.layout(data[i])) for i in signature.state]
         return signature, settings, tuple(state), tuple(placer.batch_key(data[i]) for i in signature.batch)
@@ -160,7 +160,7 @@ class Calls:
 
     @property
     def _with_bits(self) -> bool:
-        """Whether the copies of state are compared in this call, which code outside of the step may have changed on
+        """Check whether this call compares the copies of state, which code outside of the step may have changed on
         some ranks: in the first, second, fourth, eighth, ..."""
         return self.number & (self.number - 1) == 0
 
@@ -169,7 +169,7 @@ class Calls:
         return f"call {self._ledger.count + 1} of the job"
 
     def _entries(self, signature: Signature, data: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-        """What has to be the same on all ranks."""
+        """Return the properties of a call that must be the same on all ranks."""
         entries = [*self._settings.said(), *((f"constant {name}", value) for name, value in signature.constants)]
         entries += [(f"setting {name}", value) for name, value in of_jax().items()]
         entries.append(("setting for NaN and infinity", str(self._cache.looked_for)))
@@ -184,7 +184,7 @@ class Calls:
         return tuple(entries)
 
     def _entry(self, signature: Signature, data: Sequence[Any], program: Program) -> Entry:
-        """Of the ledger, for a call of these leaves once they are on the mesh."""
+        """Return the ledger's entry for a call with these leaves once they are on the mesh."""
         if not self._several:
             return Entry(b"", "")
         types = [(_type_of(x), how and str(how)) for x, how in zip(data, program.placed.layouts, strict=True)]
@@ -193,7 +193,7 @@ class Calls:
         digest.update(program.traced.digest.encode())
         shown = [f"{signature.names[i]} {_type_of(data[i])}" for i in signature.batch[:4]]
         text = f"step {self.name!r}" + (f" with a batch of {', '.join(shown)}" if shown else "")
-        if signature.constants:  # what differs has to be seen here
+        if signature.constants:  # the difference must show here
             values = ", ".join(f"{name}={value}" for name, value in signature.constants)
             short = hashlib.sha256(values.encode()).hexdigest()[:8]
             text += f" and {values}" if len(values) < 200 else f" and constants (digest {short})"
@@ -241,9 +241,9 @@ class Calls:
     def _moved(
         self, known: Known, leaves: Sequence[Any], moved: Sequence[int], differs: dict[int, list[int]]
     ) -> list[Any]:
-        """The leaves with those of the state where the program takes them."""
+        """Return the leaves, with the state where the program needs it."""
         data, layouts = known.signature.data(leaves), known.program.placed.layouts
-        # What is in shards goes to another memory as it is.
+        # Shards move between memories without a broadcast.
         taken = [i for i in moved if not isinstance(self._placer.layout(data[i]), Layout)]
         self._say_differs(known, taken, data, differs)
         placed = self._placer.place_state([data[i] for i in moved], [layouts[i] for i in moved])
@@ -255,7 +255,7 @@ class Calls:
     def _say_differs(
         self, known: Known, taken: Collection[int], data: Sequence[Any], differs: dict[int, list[int]]
     ) -> None:
-        """The root's state is everyone's: what the step only reads must be the same everywhere, and else it is said."""
+        """Rank 0's state is used on all ranks. State that is only read must not differ; for other state, warn."""
         placed, names = known.program.placed, known.signature.names
         differs = {i: ranks for i, ranks in differs.items() if i in taken and not spans(physical(data[i]))}
         read = placed.unreturned.union(self._may_be_batch(known.signature, data))
@@ -267,7 +267,7 @@ class Calls:
             )
             shape, dtype = placed.avals[i].shape, placed.avals[i].dtype
             if not shape:
-                advice = "It has no entry an example, so it is one for all: pass the same on every rank"
+                advice = "It has no per-example axis, so every rank must pass the same value"
             if jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and shape in ((2,), (4,))):
                 advice = "Use one key on all ranks: each example gets numbers of its own from it"
             raise ValueError(
@@ -278,7 +278,7 @@ class Calls:
         if differ and self._context.is_root:
             also = f" (and {len(differ) - 1} other leaves)" if len(differ) > 1 else ""
             _log.warning(
-                "step %r: state leaf %s%s is not the same on rank 0 and rank %s: all continue with that of rank 0",
+                "step %r: state leaf %s%s is not the same on rank 0 and rank %s: all continue with rank 0's value",
                 self.name, names[differ[0]], also, list_ranks(differs[differ[0]]),
             )  # fmt: skip
 
@@ -304,7 +304,7 @@ class Calls:
             self._active.finish(None, type(error).__name__)
         if self._several:
             self._ledger.failed(error)
-        self._context.control.process.stay_if_ending()  # its cause may be that another rank has left
+        self._context.control.process.stay_if_ending()  # a rank that left may be its cause
 
     def returned(self, result: object) -> None:
         """The program has returned, and may still run."""
@@ -319,7 +319,7 @@ def _type(x: Any) -> Any:
 
 
 def _dtype_of(x: Any) -> Any:
-    # As it travels: with jax_enable_x64 on one rank alone float64 of NumPy is not the same everywhere.
+    # The dtype after conversion: with jax_enable_x64 on one rank alone, NumPy's float64 differs between ranks.
     return (
         jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True) if hasattr(x, "dtype") else type(x).__name__
     )
@@ -330,7 +330,7 @@ def _type_of(x: Any) -> str:
 
 
 def _value(x: Any, placer: Placer, own: bool, copies: bool) -> int | None:
-    """What is compared of a leaf; None: it lies on several processes, in parts."""
+    """Return the checksum of a leaf, or None if it is in parts on several processes."""
     if type(x) is not Padded and not spans(x):
         return checksum(x) if own else 0
     if placer.layout(x) is not None:

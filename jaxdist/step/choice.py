@@ -1,4 +1,4 @@
-"""Which mesh a step takes the least time on, by what its program for each computes and sends; nothing is compiled."""
+"""Choose the fastest mesh for a step, from its program's FLOPs and messages on each. Nothing is compiled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxdist.step.forecast import Forecast
 
 @dataclass(frozen=True)
 class Times:
-    """How long a device takes for a step, in seconds."""
+    """Seconds that a device takes for a step."""
 
     compute: float  # that the FLOPs take
     state: float  # that it takes to read the state once, and to write it; to bring it from the host's memory, and back
@@ -31,12 +31,12 @@ class Times:
 
     @property
     def seconds(self) -> float:
-        """How long the step takes: what it computes, and the messages that nothing hides."""
+        """Return the seconds of a step: computation, and messages that it does not hide."""
         return self.compute + self.state + self.in_host + self.between - self.hidden
 
 
 def times(flops: int, state: int, away: int, sent: Sequence[Collective], machine: Machine) -> Times:
-    """The times of what a device computes, reads and sends."""
+    """Return the times from a device's FLOPs, state and messages."""
     kind = machine.kind
     compute = flops / kind.rate("bfloat16")
     kept = 2 * state / kind.bandwidth + 2 * away / (kind.host or kind.bandwidth)
@@ -61,9 +61,9 @@ def order(cost: float, peak: float, least: int, memory: float) -> tuple[bool, fl
 
 def meshes(devices: int, in_host: int, batch: Sequence[Any]) -> Iterator[dict[str, int]]:
     """The meshes with an example for each device along the axis of data at least, entries of their second dimension
-    for those along that of sequences, and any size of that of the model.
+    for those along the sequence axis, and any size of the model axis.
 
-    Two dimensions of floats are no sequences but features, as far as anybody has said.
+    Two-dimensional floats count as features, not sequences.
 
     Sequences and the model are cut within a host, unless there are fewer examples than hosts."""
     found = False
@@ -83,7 +83,7 @@ def meshes(devices: int, in_host: int, batch: Sequence[Any]) -> Iterator[dict[st
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step takes on a mesh."""
+    """The estimated time and memory of a step on a mesh."""
 
     mesh: Mesh  # the devices
     times: Times  # of a device, at least
@@ -110,14 +110,14 @@ class Choice:
     """A mesh, and why it was chosen."""
 
     mesh: Mesh  # the devices
-    why: str = ""  # a line; "": it was given
+    why: str = ""  # a line; empty if the mesh was given
 
 
 def chosen(on: Callable[[Sizes], Forecast], among: Sequence[Sizes], machine: Machine) -> Choice:
     """The mesh of the least time, of those on which a step is expected to fit."""
     if len(among) == 1:
         mesh = on(among[0]).mesh
-        return Choice(mesh, f"{said(mesh.shape)}: there is no other one for this batch")
+        return Choice(mesh, f"{said(mesh.shape)}: the only one for this batch")
     memory = machine.kind.usable or float("inf")
     cuts = dict[int, dict[int, int]]()
     found, failed = list[Estimate](), list[Exception]()
@@ -126,7 +126,7 @@ def chosen(on: Callable[[Sizes], Forecast], among: Sequence[Sizes], machine: Mac
         forecast.cut = cuts.get(forecast.model, {})
         try:
             found.append(Estimate.of(forecast, machine))
-        except Exception as error:  # it names an axis that this mesh has not, or has groups that don't divide it
+        except Exception as error:  # it names an axis that this mesh lacks, or has groups that do not divide it
             failed.append(error)
             continue
         cuts[forecast.model] = forecast.cut
@@ -136,7 +136,7 @@ def chosen(on: Callable[[Sizes], Forecast], among: Sequence[Sizes], machine: Mac
     found.sort(key=lambda one: order(one.times.seconds, one.peak, one.least, memory))
     best = found[0]
     if len(found) == 1:
-        return Choice(best.mesh, f"{best.name}: there is no other mesh for it")
+        return Choice(best.mesh, f"{best.name}: the only mesh for it")
     ms = lambda one: f"{one.name}, {1e3 * one.times.seconds:.3g} ms"
     why = f"{ms(best)} a step by the estimate; of {len(found)} meshes "
     if best.peak > memory:
@@ -147,7 +147,7 @@ def chosen(on: Callable[[Sizes], Forecast], among: Sequence[Sizes], machine: Mac
 
 
 def choose(first: Forecast, context: Context) -> Choice:
-    """The mesh for a step's first call: that of its state, if some of it lies in slices on one; else the fastest."""
+    """Return the mesh for a step's first call: its state's mesh, if some of it is sharded, or the fastest."""
     devices = context.devices
     for name, x in first.state:
         own = getattr(physical(x), "sharding", None)
@@ -156,14 +156,14 @@ def choose(first: Forecast, context: Context) -> Choice:
             if set(mesh.axis_names) <= set(NAMES):
                 return Choice(mesh, f"{said(mesh.shape)}: {name} lies in slices on it")
     in_host = on_each_host(hosts_of(context.mesh)) or 1
-    if context.communicator == "mpi":  # which brings no batch from one mesh to another
+    if context.communicator == "mpi":  # which cannot move a batch between meshes
         return Choice(context.mesh, f"{said(context.mesh.shape)}: over MPI a batch stays where it was passed")
     among = list(meshes(len(devices), in_host, first.batch)) or [{AXIS: len(devices)}]
     return chosen(lambda sizes: first.on(mesh_of(sizes, devices)), among, machine_of(context.mesh))
 
 
 def agreed(name: str, context: Context, find: Callable[[], Choice]) -> Choice:
-    """What the root has chosen. Every rank calls it."""
+    """Return rank 0's choice. Every rank calls it."""
     if context.size == 1:
         return find()
     found, failed, problem = None, None, ""

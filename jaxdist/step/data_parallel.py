@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 class Options(TypedDict, total=False):
-    """What `data_parallel` takes beside the mesh."""
+    """The options of `data_parallel`, except the mesh."""
 
     batch_argnums: Batch | Sequence[Batch] | None
     static_argnums: int | Sequence[int]
@@ -232,7 +232,7 @@ def decorator(
         if is_pmapped(step):
             raise TypeError(
                 f"data_parallel takes a step for one device, and {getattr(step, '__name__', step)!r} is jax.pmap's: "
-                "decorate with jaxdist.data_parallel in place of jax.pmap; lax.pmean and the like stay, and arguments "
+                "decorate with jaxdist.data_parallel instead of jax.pmap; lax.pmean and the like stay, and arguments "
                 "lose the axis of devices"
             )
         calling = Calling(step, argnums["static_argnums"], argnums["static_argnames"])
@@ -256,25 +256,25 @@ _DEFAULTS = Options(
 def _check(of: Mapping[str, Any]) -> None:
     """Refuse options that mean nothing."""
     if unknown := [name for name in of if name not in _DEFAULTS]:
-        raise TypeError(f"there is no option {unknown[0]!r}; valid: {', '.join(_DEFAULTS)}")
+        raise TypeError(f"unknown option {unknown[0]!r}; valid: {', '.join(_DEFAULTS)}")
     check_every, compress, bucket_bytes = (of[name] for name in ("check_every", "compress", "bucket_bytes"))
     if type(check_every) is not int or check_every < 0:
         raise ValueError(f"check_every={check_every!r}: a number of calls, or 0 for never")
     if compress not in (None, *COMPRESSIONS):
-        raise ValueError(f"compress={compress!r}: gradients can travel as 'bf16' or 'fp16', or as they are (None)")
+        raise ValueError(f"compress={compress!r}: gradients can be sent as 'bf16' or 'fp16', or unchanged (None)")
     if not (bucket_bytes is None or (type(bucket_bytes) is int and bucket_bytes >= 0)):
         raise ValueError(f"bucket_bytes={bucket_bytes!r}: a number of bytes, 0 to send each gradient alone")
 
 
 def _check_layouts(layouts: Any) -> None:
-    """Refuse what is no dimension by a regular expression."""
+    """Refuse anything but dimensions by regular expressions."""
     if not isinstance(layouts, Mapping):
         raise TypeError(f'layouts={layouts!r}: a dictionary, as {{r"Dense_0.*kernel": 1}}')
     for expression, dim in layouts.items():
         try:
             re.compile(expression)
         except (re.error, TypeError) as error:
-            raise ValueError(f"layouts: {expression!r} is no regular expression: {error}") from None
+            raise ValueError(f"layouts: {expression!r} is not a regular expression: {error}") from None
         if dim is not None and type(dim) is not int:
             raise TypeError(f"layouts={{{expression!r}: {dim!r}}}: the dimension to cut, a number, or None for none")
 

@@ -59,7 +59,7 @@ class DataParallel(Generic[P, R]):
         self.why = ""
 
     def __reduce__(self) -> Any:
-        """What another process gets: the step of the same module, or (of a notebook) one that is decorated alike."""
+        """Pickle as the step of the same module, or (from a notebook) as its decoration."""
         name = getattr(self, "__qualname__", "")
         importable = self.__module__ != "__main__" and getattr(sys.modules.get(self.__module__), name, None) is self
         return name if importable else (decorated_with, (self._settings,))
@@ -156,7 +156,7 @@ class DataParallel(Generic[P, R]):
         return with_axis(lambda *xs: step(*modules.apart(xs), **modules.apart(kwargs)), args)
 
     def _on_tracers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The plain step; but it must not be compiled as it is in a job of several devices."""
+        """Run the plain step, marked: it must not be compiled unchanged in a job of several devices."""
         result = self._plain(args, kwargs)
         if inside_step():
             return result
@@ -181,19 +181,19 @@ class DataParallel(Generic[P, R]):
         ])  # fmt: skip
 
     def clear_cache(self) -> None:
-        """Forget what was traced and compiled, like ``jax.jit(step).clear_cache``."""
+        """Forget traces and compiled programs, like ``jax.jit(step).clear_cache``."""
         if self._context is not None:
             self._cache.clear()
             self._calls.clear()
 
     @property
     def mesh(self) -> Mesh | Sizes | Literal["auto"] | None:
-        """What it was decorated with."""
+        """The mesh option that it was decorated with."""
         return self._settings.mesh
 
     @under_no_mesh
     def program(self, *args: Any, **kwargs: Any) -> Program:
-        """What the step becomes for these arguments, not compiled. Nothing is sent."""
+        """Return the program for these arguments, not compiled. Nothing is sent."""
         self._bind_context(args, kwargs)
         return self._cache.program(*self._signature(*self._arguments(args, kwargs)))
 
@@ -209,7 +209,7 @@ class DataParallel(Generic[P, R]):
         return modules.split(args)[0] if modules.found(args) else args, keywords
 
     def _signature(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> tuple[Signature, list[Any]]:
-        """The signature of a call and its leaves: that of an earlier call like it, or as this rank reads it."""
+        """Return the signature of a call and its leaves: an earlier call's, or as this rank reads it."""
         leaves, tree = flat(args, keywords)
         known = self._signatures.get((tree, self._signatures.constants(tree, leaves)))
         signature = known or self._reader.read(args, keywords)
@@ -261,14 +261,14 @@ class DataParallel(Generic[P, R]):
     @under_no_mesh
     def forecast(self, mesh: Mesh, machine: Machine, args: tuple[Any, ...]) -> Forecast:
         """A call on other devices than this job's, which need not be here (see `jaxdist.step.forecast`)."""
-        if self._settings.mesh is not None:  # nor those of the mesh that it is for
+        if self._settings.mesh is not None:  # nor the devices of its own mesh
             return self._anywhere().forecast(mesh, machine, args)
         self._bind_context()
         signature, leaves = self._signature(*self._arguments(args, {}))
         return Forecast(self._settings, self._cache, signature, leaves, mesh, machine)
 
     def _say(self, made: Program) -> None:
-        """What of a program is slow; once."""
+        """Warn about slow parts of a program, once."""
         assert self._context is not None
         placed = [one.placed for one in made.placed.emitted[1]]
         if not placed or not self._context.is_root or self._warned:

@@ -1,7 +1,7 @@
 """`check_finite`: NaN and infinity by the name of the leaf that holds them.
 
 Inside a decorated step the counts are one more output of its program: a small array, the same on every device, that
-is examined on the host after the call. So all ranks see it, and raise the same error, without another message.
+is examined on the host after the call. So all ranks see it, and raise the same error, without one more message.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def check_finite(tree: Tree, name: str = "tree") -> Tree:
 
 
 class Findings:
-    """What a step that is being traced counts."""
+    """The counts of a step that is being traced."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -95,7 +95,7 @@ class Findings:
         if get_opaque_trace_state() != self._level:
             raise StepError(
                 f"jaxdist.check_finite(..., {name!r}) is called inside a function that jax.grad, scan, cond, jit or "
-                "the like traces for itself, and what it counts can't leave that. Return the arrays from there "
+                "the like traces separately, so its counts cannot leave that function. Return the arrays from there "
                 "(has_aux=True, or as outputs of the loop), and check them in the step itself"
             )
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
@@ -114,7 +114,7 @@ _collector: ContextVar[Findings | None] = ContextVar("jaxdist_findings", default
 
 @contextlib.contextmanager
 def collecting() -> Iterator[Findings]:
-    """Where `check_finite` writes to, while a step is traced."""
+    """Collect the counts of `check_finite` while a step is traced."""
     found = Findings()
     token = _collector.set(found)
     try:
@@ -126,7 +126,7 @@ def collecting() -> Iterator[Findings]:
 def examine(
     names: Sequence[str], found: jax.Array, mesh: Mesh, prefix: str, kinds: tuple[bool, bool] = (True, True)
 ) -> None:
-    """Look at what a call of a step has counted; waits for its end."""
+    """Look at the counts of a call of a step. Waits for its end."""
     counts = np.array(found.addressable_data(0))
     counts[:, [name.startswith("result") for name in names]] *= np.array(kinds)
     if not counts.any():

@@ -41,13 +41,13 @@ class Held(NamedTuple):
 class Ahead:
     """A step for devices that need not be here."""
 
-    program: ClosedJaxpr  # of one device, as it is lowered
+    program: ClosedJaxpr  # of one device, before lowering
     axes: tuple[Axis, ...]  # of the mesh that it runs on
-    levels: frozenset[int]  # of the uses of `jaxdist.zero` in the step, as it was written
+    levels: frozenset[int]  # of the uses of `jaxdist.zero` in the step
     knows_parameters: bool  # whether it is known which arguments are the parameters
     arguments: tuple[Held, ...]  # of the step
     results: int  # bytes of a device's results that can't take the place of an argument, at least
-    shared: int  # how many devices in a row share what is kept in shards; 0: all
+    shared: int  # the number of devices in a row that share sharded state; 0 for all
     flops: int  # of a device, an entry of anything but a contraction as one
     lower: Callable[[], Any]  # as ``jax.jit(step).lower``, for these arguments
 
@@ -91,10 +91,10 @@ class Forecast:
         self._settings, self._cache, self._signature, self._leaves = settings, cache, signature, leaves
         self.mesh, self._machine = mesh, machine
         self._jaxprs: dict[Mesh | None, StepJaxpr] = {}  # with no mesh: for all that `on` makes
-        self.cut: dict[int, int] = {}  # by the model axis, as it was found for the step's own batch and level
+        self.cut: dict[int, int] = {}  # by the model axis, found for the step's own batch and level
 
     def on(self, mesh: Mesh) -> Forecast:
-        """The same call on another mesh of as many such devices."""
+        """Return the same call on a different mesh of the same number of devices."""
         other = copy.copy(self)
         other.mesh, other.cut = mesh, {}
         return other
@@ -106,7 +106,7 @@ class Forecast:
 
     @property
     def repeats(self) -> bool:
-        """Whether the model axis cuts nothing: each device along it does the same."""
+        """Check whether the model axis cuts nothing: each device along it does the same."""
         return self.model > 1 and not self.cut
 
     @property
@@ -180,7 +180,7 @@ class Forecast:
         return made
 
     def _held(self, program: Program, avals: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
-        """The arguments as they are kept."""
+        """Return the arguments with their shardings."""
         of_batch = dict(zip(self._signature.batch, program.placed.batch, strict=True))
         held = []
         for i, (a, kept) in enumerate(zip(avals, layouts, strict=True)):

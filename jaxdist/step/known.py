@@ -1,4 +1,4 @@
-"""A call that a step knows: what it runs, and how to tell that the next one is the same."""
+"""A call that a step knows: its program, and the check that the next call is the same."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _aval_of, _is_deleted = operator.attrgetter("aval"), operator.methodcaller("is_d
 
 @dataclass
 class Known:
-    """A call that was made before, and what it runs."""
+    """An earlier call and its program."""
 
     program: Program  # for it
     signature: Signature  # of it
-    constants: tuple[tuple[int, type, Any], ...]  # position, type and value of each leaf that is no array
+    constants: tuple[tuple[int, type, Any], ...]  # position, type and value of each leaf that is not an array
     settings: Any  # of JAX, under which it is traced
     at: Sequence[int]  # of each leaf that is data, its position among all
     batch: Sequence[Any]  # types of the leaves that are split
@@ -59,8 +59,8 @@ class Known:
         return state
 
     def fits(self, leaves: Sequence[Any], batch_key: Callable[[Any], Any], settings: Any) -> bool:
-        """Whether a call with leaves of the same structure is this one; looks whether types are the very same objects,
-        which those of a step's results are from call to call."""
+        """Check whether a call with the same structure is this one, by the identity of types: a step's results keep
+        theirs from call to call."""
         try:
             state = self._arrays(leaves, self._keys)
             same = all(map(operator.is_, map(_aval_of, state), self._avals))
@@ -76,13 +76,13 @@ class Known:
         )
 
     def gone(self, leaves: Sequence[Any]) -> bool:
-        """Whether another call has taken the memory of some leaf; of a call that fits."""
+        """Check whether a different call took the memory of some leaf of a call that fits."""
         return any(map(_is_deleted, self._pick(leaves))) or any(
             is_gone(leaves[self.at[i]]) for i in self.signature.batch
         )
 
     def arguments(self, leaves: Sequence[Any], placer: Placer) -> tuple[list[Any], list[Any]]:
-        """What the program takes: the leaves of the state, and of the batch, on the mesh."""
+        """Return the program's arguments: the leaves of the state and of the batch, on the mesh."""
         state, program = list(self._pick(leaves)), self.program
         for k in program.placed.padded:
             state[k] = state[k].array
@@ -91,7 +91,7 @@ class Known:
         return state, placer.batch_argument([leaves[self.at[i]] for i in self.signature.batch], program.placed.batch)
 
 
-# --- memory that another call has taken
+# --- memory that an earlier call has taken
 
 
 def without_aliases(state: list[Any]) -> list[Any]:
@@ -106,7 +106,7 @@ def without_aliases(state: list[Any]) -> list[Any]:
 
 
 class Taken:
-    """What the latest call of a step took: the arrays are gone, and tell who has them."""
+    """The arrays that the latest call of a step took: they are gone, and name the call that has them."""
 
     _all: ClassVar[weakref.WeakSet[Taken]] = weakref.WeakSet()
 
@@ -117,7 +117,7 @@ class Taken:
 
     @classmethod
     def by(cls, array: Any) -> str:
-        """Who took an array."""
+        """Return the call that took an array, in words."""
         for one in list(cls._all):
             if any(x is array for x in one.state):
                 return f"call {one.call} of step {one.step!r} took its memory (donate=)"
@@ -127,7 +127,7 @@ class Taken:
 def check_there(
     step: str, calling: Calling, args: tuple[Any, ...], keywords: tuple[str, ...], leaves: Sequence[Any]
 ) -> None:
-    """Refuse an array whose memory another call has taken."""
+    """Refuse an array whose memory an earlier call has taken."""
     if not any(map(is_gone, leaves)):
         return
     path, array = next((path, x) for path, x in jax.tree_util.tree_leaves_with_path(args) if is_gone(x))
@@ -139,6 +139,6 @@ def check_there(
 
 
 def is_gone(x: Any) -> bool:
-    """Whether the memory of a leaf was taken, or given up."""
+    """Check whether the memory of a leaf was taken or released."""
     deleted = getattr(x, "is_deleted", None)
     return deleted is not None and deleted()

@@ -28,7 +28,7 @@ def cut_by_model(
     sources: Sequence[int | None],
     given: Mapping[int, int],
 ) -> list[Layout]:
-    """How the model axis cuts each argument of a step."""
+    """Return the layout of each argument of a step along the model axis."""
     parts = mesh.shape.get(MODEL, 1)
     if parts == 1:
         dims = {}

@@ -1,7 +1,7 @@
 """flax nnx: modules and optimizers as arguments of a step, changed in place, as under `nnx.jit`.
 
 Before a call the objects among the arguments are split, together, into a description of the graph (a constant of the
-program) and a state of arrays, which is an argument like any other. In the step they are put together again; what it
+program) and a state of arrays, an ordinary argument. In the step they are put together again; what it
 changed is one more part of its result, and goes back into the caller's objects.
 
 Reference: https://flax.readthedocs.io/en/latest/guides/transforms.html
@@ -47,25 +47,25 @@ class NnxArrays:
 
 
 def found(tree: Any) -> bool:
-    """Whether there are objects of nnx in a tree."""
+    """Check whether a tree contains objects of nnx."""
     if "flax.nnx" not in sys.modules:  # then nobody has made one
         return False
     from flax import nnx
 
-    # What a State holds is a value like another: such a step returns the next State.
+    # A State holds ordinary values: such a step returns the next State.
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, (nnx.State, nnx.Pytree, nnx.Variable, NnxArrays)))
     return any(isinstance(x, (nnx.Pytree, nnx.Variable)) for x in leaves)
 
 
 def apart(args: Any) -> Any:
-    """Arguments in containers of their own, as `jax.jit` makes them; objects of nnx, which are changed, as they are."""
+    """Copy the containers of the arguments, as `jax.jit` does, but not objects of nnx, which change in place."""
     return jax.tree.map(
         lambda x: x if found(x) else jax.tree.map(lambda leaf: leaf, x), args, is_leaf=lambda x: x is not args
     )
 
 
 def split(args: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
-    """Arguments with a `NnxArrays` in place of each that has objects; and those."""
+    """Return the arguments with a `NnxArrays` for each that has objects, and these objects."""
     from flax import nnx
 
     at = [i for i, x in enumerate(args) if found(x)]
@@ -105,7 +105,7 @@ def run(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str]) 
 
 
 def update(objects: Sequence[Any], result: Any) -> Any:
-    """Put what a call of `run` returned back into the caller's objects; the step's own result."""
+    """Put the state that `run` returned back into the caller's objects, and return the step's own result."""
     from flax import nnx
 
     result, parts = result
@@ -119,7 +119,7 @@ def _of(state: Any, position: int) -> Any:
 
 
 def _is_empty(state: Any) -> bool:
-    return isinstance(state, dict) and not state  # that of a variable is an array
+    return isinstance(state, dict) and not state  # a variable's state is an array
 
 
 def _joined(states: Sequence[Any]) -> Any:

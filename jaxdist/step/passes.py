@@ -57,15 +57,15 @@ def place(
 
 
 def _wanted(made: Placement, outer: Placement | None, axes: Sequence[Axis], k: int, carried: bool) -> Form:
-    """How a result goes out of the `k`-th pass that is not kept in a way."""
+    """Return the form in which a result without a layout leaves the `k`-th pass."""
     if isinstance(outer, Split):
         return tiles(outer.dim, outer.size, [axis.size for axis in _of_data(axes)])[-1]
     return form(made) if not carried and isinstance(made, Split) and _stays(made, axes, k) else REPLICATED
 
 
 def _stays(p: Split, axes: Sequence[Axis], k: int) -> bool:
-    """Whether an aux value comes back as it is split over the `k`-th of some axes: the devices divide it, those of both
-    axes of data if there are two; or it was asked for in shards."""
+    """Check whether an aux value stays split over the `k`-th axis: the devices divide it (along both data axes, if
+    there are two), or the step asked for shards."""
     own = axes[k]
     if p.stored:
         return own.name == AXIS and p.requested and p.is_tile(own.size)
@@ -76,12 +76,12 @@ def _stays(p: Split, axes: Sequence[Axis], k: int) -> bool:
 
 
 def _of_data(axes: Sequence[Axis]) -> list[Axis]:
-    """The axes that split the batch's examples: one, or two, of which the second one shards."""
+    """The axes that split the batch's examples: one, or two, the second of them for shards."""
     return [axis for axis in axes if axis.name in (GROUP, AXIS)]
 
 
 def spec_of(found: Sequence[Pass], placements: OfEachPass) -> P:
-    """How an array lies on the mesh that the axis of each pass cuts as these say."""
+    """Return the spec of an array with these placements, one per pass."""
     axes = [one.infer.axis for one in found]
     cut = [(p.dim, axis.name) for p, axis in zip(placements, axes, strict=True) if isinstance(p, Split)]
     dims = [tuple(name for dim, name in cut if dim == d) for d in range(1 + max((dim for dim, _ in cut), default=-1))]

@@ -1,4 +1,4 @@
-"""A traced step on the devices of a mesh: where each of its values is, and what one device runs."""
+"""A traced step on the devices of a mesh: the placement of each value, and the program of one device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jaxdist.step.signature import Signature
 from jaxdist.step.tracing import TracedStep
 
 _GATHERED_AT_ONCE = 64
-"""At most one part in so many of what is kept in shards is whole at a time, for the sake of fewer messages."""
+"""At most this fraction of the sharded state (1 / 64) is gathered at a time, to send fewer messages."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,11 +42,11 @@ class PlacedStep:
     mesh: Mesh
     communicator: str | Rules
     bucket_bytes: int  # of a message of gradients
-    compress: str | None  # the dtype in which these travel; None: their own
+    compress: str | None  # the dtype that gradients are sent in, if not their own
 
     @functools.cached_property
     def over(self) -> Mesh:
-        """The mesh on which it runs: that of the arguments, in groups where state is kept in shards within these."""
+        """The mesh that it runs on: the arguments' mesh, in groups if state is sharded within groups."""
         whole = data_size(self.mesh)
         shares = [cut.parts for how in self.layouts if how and (cut := how.by(AXIS))]
         return in_groups(self.mesh, max(self.step.groups, whole // min(shares, default=whole)))
@@ -63,12 +63,12 @@ class PlacedStep:
 
     @functools.cached_property
     def batch(self) -> list[Layout]:
-        """How the leaves of the batch are split."""
+        """Layouts of the leaves of the batch."""
         return [of_batch(self.avals[i].shape, self.mesh) for i in self.signature.batch]
 
     @functools.cached_property
     def state(self) -> list[Layout | None]:
-        """How the leaves of the state are kept."""
+        """Layouts of the leaves of the state."""
         return [self.layouts[i] for i in self.signature.state]
 
     @functools.cached_property
@@ -78,7 +78,7 @@ class PlacedStep:
 
     @functools.cached_property
     def results(self) -> list[Layout | None]:
-        """How each result is kept that has the structure of an argument of the state."""
+        """Layouts of the results that have the structure of an argument of the state."""
         return [None if i is None else self.layouts[i] for i in self.step.sources]
 
     @functools.cached_property
@@ -94,7 +94,7 @@ class PlacedStep:
 
     @functools.cached_property
     def emitted(self) -> tuple[ClosedJaxpr, Sequence[Pass]]:
-        """What a device runs, and how it is placed over each axis (none: on one device)."""
+        """The program of a device, and its placement over each axis (empty on one device)."""
         if self.mesh.size == 1:
             return staged(self.step.jaxpr, self.offloaded, ()), ()
         found = self.place()
@@ -122,15 +122,15 @@ class PlacedStep:
         return Emitter(infer, placed, may, self.compress, marks)
 
     def _fused(self, infer: Infer, placed: Placed) -> ClosedJaxpr:
-        """What a device runs, its collectives in buckets."""
+        """Return the program of a device, with its collectives in buckets."""
         closed = self._emitter(infer, placed, bool(self.offloaded)).program(local_types(placed))
         in_shards = sum(a.size * a.dtype.itemsize for a, how in zip(self.avals, self.layouts, strict=True) if how)
         barriers = not self.machine.kind.is_cpu
         return Fuse(self.bucket_bytes, self.axes, in_shards // _GATHERED_AT_ONCE, barriers=barriers)(closed)
 
     def result_shardings(self) -> list[NamedSharding] | None:
-        """How results lie that run in groups: on the mesh of the arguments what need not be on that of several axes, so
-        that they are arguments of the same type in the next call. None: as they come."""
+        """Return the shardings of results of a step in groups: on the arguments' mesh where possible, so that the next
+        call gets arguments of the same type. Returns None without groups."""
         if self.over is self.mesh:
             return None
         _, found = self.emitted
@@ -152,7 +152,7 @@ class PlacedStep:
         return {name: cut.dim for name, how in kept if how and (cut := how.by(MODEL))}
 
     def unsplit(self) -> str:
-        """What to say of a step that has no batch, though an argument may be one, and would gain from it."""
+        """Return a hint for a step without a batch that has an argument worth splitting, or ""."""
         names = [
             name for _, at, name in self.signature.arguments
             if self.unreturned.issuperset(at) and any(self.avals[i].shape and not is_keys(self.avals[i]) for i in at)

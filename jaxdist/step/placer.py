@@ -1,4 +1,4 @@
-"""Put state and batches onto the mesh: what each process holds becomes part of one global array."""
+"""Put state and batches onto the mesh: each process's part becomes part of one global array."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxdist.step import batch
 from jaxdist.step.signature import NUMBERS, is_array
 
 ELSEWHERE = object()
-"""In place of the layout of a leaf that is not on the mesh yet."""
+"""Stands for the layout of a leaf that is not on the mesh yet."""
 
 
 class Placer:
@@ -37,7 +37,7 @@ class Placer:
         self._number = jax.jit(lambda x: x, out_shardings=self.state_sharding)
 
     def layout(self, x: Any) -> Any:
-        """How a leaf is kept on the mesh: its layout, None if it is whole, `ELSEWHERE` if it is not there."""
+        """Return a leaf's layout on the mesh, None if it is whole, `ELSEWHERE` if it is not on the mesh."""
         padded = type(x) is Padded
         if not padded and not isinstance(x, jax.Array):
             return ELSEWHERE
@@ -55,18 +55,18 @@ class Placer:
         return ELSEWHERE if (cuts := _cuts(own)) is None else layout(*cuts, host=host)
 
     def is_kept(self, x: Any, how: Layout | None) -> bool:
-        """Whether a program can take a leaf of the state unchanged. On a mesh of one device these are all arrays on
-        that device, as for `jax.jit`: a copy would be a second state during the first call."""
+        """Check whether a program can take a leaf of the state unchanged. On a mesh of one device, these are all
+        arrays on that device, as for `jax.jit`: a copy would be a second state during the first call."""
         if self.mesh.size == 1 and how is None and isinstance(x, jax.Array) and x.devices() == set(self.local_devices):
             return x.sharding.memory_kind == self.state_sharding.memory_kind
         return self.layout(x) is how
 
     def is_ours(self, mesh: Any) -> bool:
-        """Whether a mesh is this one, or this one in groups."""
+        """Check whether a mesh is this one, or this one in groups."""
         return in_a_row(mesh) == self.mesh
 
     def state_problem(self, x: Any) -> str | None:
-        """What is wrong with a leaf that is in shards over other devices than this mesh's."""
+        """Return the problem with a leaf that is sharded over devices outside this mesh, or None."""
         own = getattr(physical(x), "sharding", None)
         if not isinstance(own, NamedSharding) or own.is_fully_replicated or self.is_ours(own.mesh):
             return None
@@ -79,7 +79,7 @@ class Placer:
         )
 
     def place_state(self, leaves: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
-        """The root's value of each leaf, kept on the mesh as `layouts` say; the leaves given stay as they are."""
+        """Return rank 0's value of each leaf on the mesh with these layouts. The given leaves do not change."""
         weak = [getattr(x, "weak_type", False) for x in leaves]
         if self.processes > 1:
             spanning = [spans(physical(x)) for x in leaves]
@@ -92,7 +92,7 @@ class Placer:
         return [_weak(x) if w and not x.weak_type else x for x, w in zip(placed, weak, strict=True)]
 
     def in_shards(self, x: Any, how: Layout) -> Any:
-        """A leaf, the same on every process, in shards; or one that is in these, in another memory."""
+        """Shard a leaf that is the same on every process, or move a sharded one to a different memory."""
         own = self.layout(x)
         if isinstance(own, Layout) and own is not how and layout(*own.cuts, host=how.host) is how:
             array = copied(physical(x), sharding(self.mesh, how))
@@ -110,7 +110,7 @@ class Placer:
         return array if how.is_plain else Padded(array, how)
 
     def _unpadded(self, x: Any) -> Any:
-        """A leaf without its padding, which is that of another mesh."""
+        """Return a leaf without the padding that it has from a different mesh."""
         if type(x) is not Padded:
             return x
         return x.layout.trimmed(self._replicate(x.array).addressable_data(0) if spans(x.array) else np.asarray(x.array))
@@ -120,8 +120,8 @@ class Placer:
             return self._number(x)  # keeps its weak type
         if isinstance(x, _KeyData):
             return jax.random.wrap_key_data(self._replicate(x.data), impl=x.impl)
-        # The step donates its state, and the caller keeps what it passed: never an alias of it (device_put makes one
-        # on the first device, may_alias=False or not).
+        # The step may donate its state, and the caller keeps the arguments: never an alias of them (device_put makes
+        # one on the first device, may_alias=False or not).
         if self.processes == 1 or spans(x):
             return jax.device_put(jnp.copy(x), self.state_sharding)
         shards = [jax.device_put(np.array(x), d) for d in self.local_devices]
@@ -184,7 +184,7 @@ class Placer:
         return jax.ShapeDtypeStruct((rows, *aval.shape[1:]), aval.dtype, weak_type=weak)
 
     def _everywhere(self, rows: int) -> int:
-        """The examples of all processes, of which this one passes so many."""
+        """Return the number of examples of all processes, given this one's."""
         return rows * self.parts // max(1, len(self.own))
 
     def abstract_batch(self, x: Any, how: Layout) -> jax.ShapeDtypeStruct:
@@ -194,7 +194,7 @@ class Placer:
         return jax.ShapeDtypeStruct(how.physical(aval.shape), aval.dtype, sharding=place, weak_type=aval.weak_type)
 
     def batch_problem(self, names: Sequence[str], leaves: Sequence[Any]) -> str | None:
-        """What is wrong with this process's batch, or None."""
+        """Return the problem with this process's batch, or None."""
         for name, x in zip(names, leaves, strict=True):
             cut = how.by(AXIS) if isinstance(how := self.layout(x), Layout) else None
             if cut and cut.parts < data_size(self.mesh):
@@ -222,7 +222,7 @@ def _weakly(place: Sharding) -> Callable[[jax.Array], jax.Array]:
 
 @functools.lru_cache(1024)
 def _mover(place: NamedSharding, how: Layout, shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
-    """Brings a leaf of a batch from another mesh."""
+    """Return a function that brings a leaf of a batch from a different mesh."""
 
     def moved(x: jax.Array) -> jax.Array:
         return _lengthened(x[tuple(map(slice, shape))], how.cuts)
@@ -234,7 +234,7 @@ def _mover(place: NamedSharding, how: Layout, shape: tuple[int, ...]) -> Callabl
 def _own_slices(
     place: NamedSharding, shape: tuple[int, ...], rows: int, own: tuple[int, ...]
 ) -> list[tuple[Any, tuple[slice, ...] | None]]:
-    """The slices of what this process passes of a batch that its devices have; None: all of it."""
+    """Return each local device's slices of this process's part of a batch; None stands for all of it."""
     found: list[tuple[Any, tuple[slice, ...] | None]] = []
     for device, index in place.addressable_devices_indices_map(shape).items():
         ends = [s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True)]
@@ -255,7 +255,7 @@ def _ids(devices: Iterable[Any]) -> str:
 
 
 def spans(x: Any) -> bool:
-    """Whether a leaf is an array that lies on several processes."""
+    """Check whether a leaf is an array on several processes."""
     return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
@@ -270,8 +270,8 @@ def checksum(x: Any) -> int:
 
 
 def _filled(x: Any, how: Layout) -> Any:
-    """A batch with copies of its last entries, up to what the devices divide."""
-    if type(x) is Padded:  # with the padding that it has; or that of another mesh
+    """Pad a batch with copies of its last entries, up to a size that the devices divide."""
+    if type(x) is Padded:  # padded already, for this mesh or a different one
         if x.layout is how:
             return x.array
         x = np.asarray(x)
@@ -289,7 +289,7 @@ def _lengthened(x: Any, cuts: Sequence[Cut]) -> Any:
 
 
 def _cuts(own: NamedSharding) -> list[Cut] | None:
-    """The cuts that make the slices of an array; None: these are others than a step makes."""
+    """Return the cuts that make an array's slices, or None if a step makes no such slices."""
     mesh, cuts = own.mesh, list[Cut]()
     assert isinstance(mesh, Mesh)
     by_dim = [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in own.spec]
@@ -311,7 +311,7 @@ def abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def on_one_device(x: Any) -> Any:
-    """A leaf as an array on one device; numbers and what is no array as they are."""
+    """Return a leaf as an array on one device; numbers and leaves that are not arrays stay unchanged."""
     if isinstance(x, NUMBERS) or not is_array(x):
         return x
     if batch.is_keys(x):
@@ -320,7 +320,7 @@ def on_one_device(x: Any) -> Any:
 
 
 def in_shards(x: Any) -> bool:
-    """Whether a leaf says that it is kept in shards, over whichever devices."""
+    """Check whether a leaf is sharded, over any devices."""
     own = getattr(x, "sharding", None)
     return type(x) is Padded or (isinstance(own, NamedSharding) and not own.is_fully_replicated)
 

@@ -80,9 +80,9 @@ class Program:
         return constants_back(result) if self._has_constants else result, found
 
     def lower(self, state: Sequence[Any], batch: Sequence[Any]) -> jax.stages.Lowered:
-        """What ``jax.jit(f).lower`` returns."""
+        """Lower it, like ``jax.jit(f).lower``."""
         lowered = self._jitted.lower(list(self._pick[0](state)), list(self._pick[1](state)), batch)
-        # What is in the host's memory, and does not say so (see `compat.say_on_host`).
+        # Arguments in the host's memory that do not say so (see `compat.say_on_host`).
         held = [self.placed.state[k] for ks in self._order for k in ks]
         away = [k for k, how in enumerate(held) if how and how.host]
         away = [k for k in away if sharding(self.placed.mesh, held[k]).memory_kind != HOST]

@@ -42,7 +42,7 @@ class ProgramCache:
 
     @contextlib.contextmanager
     def looking_for(self, kinds: tuple[bool, bool]) -> Iterator[None]:
-        """Make the programs of calls in here count NaN, infinity, or both, as JAX is told to look for them."""
+        """Make the programs of calls in here count NaN, infinity, or both, as JAX's settings ask."""
         self.looked_for = kinds
         try:
             with jax.debug_nans(False), jax.debug_infs(False):
@@ -57,7 +57,7 @@ class ProgramCache:
         self.programs.clear()
 
     def types(self, signature: Signature, leaves: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        """Types of a call's leaves as the step sees them: those of the batch with the examples of all ranks."""
+        """Return the types of a call's leaves as the step sees them: the batch has the examples of all ranks."""
         logical = self._placer.logical_batch
         return [logical(x) if b else abstract(x) for x, b in zip(leaves, signature.is_batch, strict=True)]
 
@@ -91,7 +91,7 @@ class ProgramCache:
         return self._jaxprs[key]
 
     def traced(self, signature: Signature, leaves: Sequence[Any]) -> TracedStep:
-        """The step as it is traced for a call of these leaves, and what was found out about it."""
+        """Return the step traced for a call with these leaves, analyzed."""
         types = self.types(signature, leaves)
         step = self.jaxpr(signature, types)
         layouts, key = self._settings.layouts, (signature, (id(step), False))
@@ -121,7 +121,7 @@ class ProgramCache:
         mesh: Mesh,
         communicator: str | Rules,
     ) -> Program:
-        """What the step becomes on these devices, state kept as said."""
+        """Return the step's program on these devices, with these layouts of the state."""
         of = self._settings
         may = lambda i, name: name in of.donated or (of.donate and i in trace.may_take)
         # An error of `check_finite` must not cost the state.

@@ -1,4 +1,4 @@
-"""Reads a call of a step: which leaves are data, which arguments are the batch; and compares what ranks come with."""
+"""Read a call of a step: find its data and its batch, and compare the values that ranks pass."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Reader:
         self._name, self.calling, self._declared = name, settings.calling, settings.batch
         self._placer, self._cache = placer, cache
         self._made: dict[Any, Signature] = {}
-        self._warned = False  # that all ranks come with the same batch
+        self._warned = False  # that all ranks pass the same batch
 
     def read(self, args: tuple[Any, ...], keywords: tuple[str, ...] = ()) -> Signature:
         """The signature of a call.
@@ -75,7 +75,7 @@ class Reader:
         except Exception:
             if not several:
                 raise
-            # As it is for the part of this process alone; which is not possible beside a batch that is global already.
+            # With the part of this process alone, which does not work next to a batch that is global already.
             like = returned(signature) if self._traced(signature, leaves) is None else []
         found = batch.batch_of(arguments, like)
         sure = [k for k in found if k not in like]
@@ -96,7 +96,7 @@ class Reader:
         return with_batch(found)
 
     def _traced(self, read: Signature, leaves: Sequence[Any], times: int = 1) -> Exception | None:
-        """The error of the step if it is traced so, with a batch so many times as long; None: there is none."""
+        """Return the error of the step if traced so, with a batch `times` as long, or None."""
         types = self._cache.types(read, leaves)
         for i in read.batch if times > 1 else ():
             types[i] = types[i].update(shape=(types[i].shape[0] * times, *types[i].shape[1:]))
@@ -107,7 +107,7 @@ class Reader:
         return None
 
     def _argument(self, leaves: Sequence[Any]) -> batch.Argument:
-        """What counts of an argument."""
+        """Return the properties of an argument that decide whether it is the batch."""
         if any(self._is_state(x) for x in leaves):
             return batch.Argument(frozenset())
         entries = [x for x, n in zip(leaves, batch.sizes(leaves), strict=True) if n is not None]
@@ -115,7 +115,7 @@ class Reader:
         return batch.Argument(lengths, all(map(batch.is_keys, entries)))
 
     def _is_state(self, x: Any) -> bool:
-        """Whether an earlier step, `restore` or `shard` has made a leaf, and it is not split over the batch."""
+        """Check whether an earlier step, `restore` or `shard` made a leaf that is not split over the batch."""
         how = x.layout if type(x) is Padded else self._placer.layout(x)
         return how is None or (isinstance(how, Layout) and how is not of_batch(x.shape, self._placer.mesh))
 
@@ -127,7 +127,7 @@ class Reader:
         differs: Collection[int],
         context: Context,
     ) -> bool:
-        """Look at the values that the ranks come with to a call which is new to them; whether they say anything."""
+        """Compare the ranks' values in a new call. Returns whether they confirm the batch."""
         self._check_shared(signature, everyone)
         if self._placer.parts == 1 or not any(getattr(leaves[i], "size", 1) for i in signature.batch):
             return True
@@ -174,7 +174,7 @@ class Reader:
             i for i in signature.batch if i not in differs and names[i] not in named and not spans(physical(leaves[i]))
         ]
         whole = [[i for i in at if i in same] for _, at, _ in signature.arguments if differs.isdisjoint(at)]
-        # Beside others of an argument rows that are alike are no table, but weights of examples, none of it padding.
+        # Within an argument, equal rows are not a table but weights of examples without padding.
         alone = [[i] for i in same if not any(i in at for at in whole) and not _rows_are_alike(leaves[i])]
         for group in (*alone, *whole, list(itertools.chain(*whole))):
             if not group or not self._may_be_whole(signature, leaves, group):
@@ -190,7 +190,7 @@ class Reader:
             )
 
     def _may_be_whole(self, signature: Signature, leaves: Sequence[Any], group: Sequence[int]) -> bool:
-        """Whether the step, as it can be traced, reads leaves of the batch if they are for all examples."""
+        """Check whether the step can be traced with leaves of the batch as one for all, and reads them."""
         tried = signature.with_batch([k for k in signature.batch if k not in group])
         if self._traced(tried, leaves) is not None:
             return False
@@ -199,7 +199,7 @@ class Reader:
         return any(id(step.invars[i]) in used for i in group)
 
     def bad_constant(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> TypeError | None:
-        """The error of a leaf that is no array and can't be a constant of the program, if there is one."""
+        """Return an error about a leaf that is neither an array nor hashable, if one exists."""
         parameters = self.calling.of(len(args), keywords)
         for path, x in jax.tree_util.tree_leaves_with_path(args):
             try:
@@ -215,7 +215,7 @@ class Reader:
         return None
 
     def _check_shared(self, signature: Signature, everyone: Sequence[Sequence[int | None]]) -> None:
-        """Refuse a batch of which ranks that have one part of it pass others."""
+        """Refuse a batch if ranks with the same part of it pass different values."""
         for ranks in self._placer.shared:
             for i in signature.batch:
                 if others := unlike_the_root([everyone[rank][i] for rank in ranks]):
@@ -241,7 +241,7 @@ class Reader:
         for name, (_, leaf) in zip(names, paths, strict=True):
             if not is_array(leaf) and any(_is_in(name, of) for of in whole):
                 raise TypeError(
-                    f"batch leaf {name} is {leaf!r}, not an array: what is not one entry an example belongs to "
+                    f"batch leaf {name} is {leaf!r}, not an array: anything without one entry per example belongs to "
                     "the state, or batch_argnums names the wrong argument"
                 )
         for n in self._declared:
@@ -281,7 +281,7 @@ def _in_equinox(args: Any) -> frozenset[int]:
 
 
 def _is_in(name: str, of: str) -> bool:
-    """Whether a leaf belongs to an argument, or to a part of one."""
+    """Check whether a leaf belongs to an argument or a part of one."""
     return name == of or name.startswith((of + "[", of + "."))
 
 

@@ -1,4 +1,4 @@
-"""What a call of a step is made of: its structure, and which leaves are data, state and batch."""
+"""The signature of a call: its structure, and its data, state and batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DATA = (jax.Array, jax.ShapeDtypeStruct, *NUMBERS)
 @jax.tree_util.register_static
 @dataclass(frozen=True, eq=False)
 class Static:
-    """A leaf that is no array (an activation function in a module, a string): constant of the program."""
+    """A leaf that is not an array (an activation function in a module, a string): a constant of the program."""
 
     value: Any
 
@@ -34,15 +34,15 @@ class Static:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf of the arguments is data, as opposed to a constant of the program."""
+    """Check whether a leaf of the arguments is data, as opposed to a constant of the program."""
     return isinstance(leaf, _DATA) or hasattr(leaf, "__array__")
 
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """The structure of a call: what a compiled program is specific to, besides shapes and dtypes."""
+    """The structure of a call. A compiled program is specific to it, and to shapes and dtypes."""
 
-    tree: Any  # of the tuple of all arguments; a leaf that is no array is a `Static` node of it
+    tree: Any  # of the tuple of all arguments; other leaves than arrays are `Static` nodes
     is_batch: tuple[bool, ...]  # for each leaf, whether it belongs to the batch
     names: tuple[str, ...]  # how messages call each leaf
     parameters: tuple[str, ...]  # how they call each argument
@@ -102,13 +102,13 @@ class Signatures(dict[Any, Signature]):
 
 
 def flat(args: tuple[Any, ...], keywords: tuple[str, ...]) -> tuple[list[Any], Any]:
-    """Leaves and structure of a call's arguments, the last of which go by keyword."""
+    """Return leaves and structure of a call's arguments, the last of them by keyword."""
     leaves, tree = jax.tree.flatten(args)
     return leaves, (tree, keywords) if keywords else tree
 
 
 def leaf_name(parameters: Sequence[str], path: tuple[Any, ...]) -> str:
-    """How messages call a leaf of the arguments, by the names of these and its path in their tuple."""
+    """Return a leaf's name in messages, from the arguments' names and its path in their tuple."""
     return f"{parameters[path[0].idx]}{jax.tree_util.keystr(path[1:])}"
 
 
@@ -138,15 +138,15 @@ def _in_words(value: Any) -> str:
         return f"{type(value).__name__} {value!r}"
     if isinstance(value, (tuple, list)):
         return f"{type(value).__name__} ({', '.join(map(_in_words, value))})"
-    # Of most other things the text has an address in it, which is another on each rank.
+    # The text of most other objects contains an address, which differs by rank.
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
-# --- which parts of a result are like an argument: those are kept as it is
+# --- parts of a result that match an argument get its layout
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two structures are equal; metadata that can't be compared (an array of NumPy) are not."""
+    """Check whether two structures are equal. Metadata that cannot be compared (a NumPy array) counts as unequal."""
     try:
         return bool(one == other)
     except Exception:

@@ -1,4 +1,4 @@
-"""A step, traced for the types of its arguments: as a jaxpr, and what was found out about it."""
+"""A step, traced for the types of its arguments and analyzed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StepJaxpr:
 
     @property
     def knows_mesh(self) -> bool:
-        """Whether it would be another one on another mesh: it has code for each device."""
+        """Check whether it depends on the mesh: it has code for each device."""
         return contains(self.jaxpr.jaxpr, [shard_map_p])
 
     def returned(self, arguments: Sequence[tuple[Any, list[int], str]], avals: Sequence[Any]) -> list[int]:
@@ -56,10 +56,10 @@ class StepJaxpr:
 
 @dataclass(frozen=True, eq=False)
 class TracedStep(StepJaxpr):
-    """A step, and what was found out about it."""
+    """A step and its analysis."""
 
     infer: Infer  # places it over the axis along which state is kept in shards
-    groups: int  # of devices, each of which keeps all of the state
+    groups: int  # of devices, each with all of the state
     marks: Marks  # of `jaxdist.zero`
     layouts: tuple[Layout | None, ...]  # how the step wants each argument to be kept
     sources: tuple[int | None, ...]  # for each output the argument of its structure, like which it is kept, or None
@@ -77,7 +77,7 @@ def traced(
     layouts: Mapping[str, int | None] | None = None,
     given: Mapping[int, int] | None = None,
 ) -> TracedStep:
-    """What placements are settled from."""
+    """Analyze a step for placement: marks, layouts, and arguments that results match."""
     closed, tree = step.jaxpr, step.tree
     dims: dict[tuple[int, ...], int | None] = {}
 
@@ -174,7 +174,7 @@ def say_once(text: str) -> None:
 
 
 def is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether JAX is tracing a call: under `jax.grad`, `jax.eval_shape`, inside another step."""
+    """Check whether JAX is tracing a call: under `jax.grad`, `jax.eval_shape`, or inside a step."""
     return inside_step() or (
         not trace_state_clean() and any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
     )
