@@ -8,7 +8,7 @@ from types import FrameType
 def main() -> None:
     """Runs the command. Ctrl-C before it has begun is one line: imports may take a second.
 
-    Not by a KeyboardInterrupt: what Python does beside an import may swallow it.
+    Not by a KeyboardInterrupt, which code that runs during an import may swallow.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:

@@ -85,7 +85,7 @@ class DonatedError(JaxdistError, RuntimeError):
 
 
 def message_of(error: object, words: Callable[[object], str] = str) -> str:
-    """The message of an exception, whatever its class makes of `str`; the start of a very long one."""
+    """Return the message of an exception, even if its class overrides `str`; only the start of a very long one."""
     try:
         text = str.__str__(words(error))  # not of a class of the user's that can be formatted in its own way only
     except BaseException:  # Python's own tracebacks do the same
@@ -101,7 +101,7 @@ def in_words(error: BaseException) -> str:
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
-    """The exceptions that a group holds, and that groups in it hold; of another exception itself."""
+    """Yield the exceptions of a group and of groups in it; for any other exception, itself."""
     left = [error]
     while left:
         one = left.pop()

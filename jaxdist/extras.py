@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 EXTRAS = {"grain": "data", "orbax.checkpoint": "checkpoint", "tensorstore": "checkpoint"}
-"""By package: the extra."""
+"""The extra that brings each package."""
 
 
 def missing(package: str, feature: str) -> ImportError:

@@ -165,7 +165,7 @@ def _accumulate(part: Callable[[Sequence[Any]], Any], args: Sequence[Any], batch
     def one(rows: Sequence[Any]) -> Any:
         return part([r if i in batch else a for i, (r, a) in enumerate(zip(rows, args, strict=True))])
 
-    # An aux leaf whose shape follows the batch has one entry an example: the parts' are put together.
+    # An aux leaf whose shape follows the batch has one entry per example: join the parts.
     small = jax.eval_shape(lambda: one(jax.tree.map(lambda x: x[0], rows)))
     whole = jax.eval_shape(lambda: part(args))
     kept = [a.shape != b.shape for a, b in zip(small[2], whole[2], strict=True)]
@@ -211,7 +211,7 @@ def _wide(dtype: Any) -> Any:
 
 
 def _check_last(args: Sequence[Any], differentiated: set[int]) -> None:
-    """Refuse to take the last argument for the batch where another one is more like it."""
+    """Refuse to take the last argument for the batch where a different one looks more like it."""
     lengths = [{jnp.shape(x)[0] if jnp.ndim(x) else None for x in jax.tree.leaves(a)} for a in args]
     sizes = [s.pop() if len(s) == 1 else None for s in lengths]
     last = sizes[-1]

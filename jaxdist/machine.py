@@ -1,7 +1,7 @@
 """The devices that a step is placed for: how fast they compute, and the links between them.
 
-What a device does in a second is its `Kind`'s, of the table or as `JAXDIST_MACHINE` says; nothing is measured. Which of
-its links an axis of a mesh takes follows from the hosts of its devices. Everything that weighs computing again against
+The speed of a device is its `Kind`'s, from the table or from `JAXDIST_MACHINE`; nothing is measured. The link that an
+axis of a mesh uses follows from the hosts of its devices. Everything that weighs computing again against
 sending, or a few messages against many bytes, asks a `Machine` for seconds.
 """
 
@@ -28,13 +28,13 @@ FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 _ACCELERATED = "feature_extension: ACCELERATED_FEATURES"
 _REARRANGED = 1.7
-"""How many times as long a byte of an exchange takes CPUs as one of an all-reduce: what is sent in parts is copied
-before and after. The geometric mean over Open MPI and gloo of 0.25, 1.6 and 8 MB, two ranks with a core each."""
+"""Time per byte of an exchange relative to an all-reduce on CPUs: parts are copied before and
+after. The geometric mean over Open MPI and gloo of 0.25, 1.6 and 8 MB, two ranks with a core each."""
 _FOLD = 8  # devices of a host of CPUs
 
 
 def ring_factor(kind: str, devices: int) -> float:
-    """Bytes that each device of a ring sends, over those of the whole array (of an all-to-all: of its own part).
+    """Bytes that each device of a ring sends, relative to the whole array (for an all-to-all, to its own part).
 
     Source: Patarasuk and Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, JPDC 2009.
     """
@@ -47,13 +47,13 @@ def ring_factor(kind: str, devices: int) -> float:
 
 @dataclass(frozen=True)
 class Link:
-    """What is between the devices of a ring."""
+    """The connection between the devices of a ring."""
 
     devices: int  # how many
-    bandwidth: float  # bytes a second that a device sends and receives
+    bandwidth: float  # bytes per second that a device sends and receives
     latency: float  # seconds that a collective takes at least
-    # seconds that one takes beside its bytes which the computation waits for: its latency, and what it keeps from
-    # running beside other messages
+    # seconds of a collective, besides its bytes, that the computation waits for: its latency, and messages that it
+    # delays
     stall: float
     # how many times as long as in an all-reduce a byte takes in an all-to-all or a reduce-scatter
     exchanged: float = 1.0
@@ -63,7 +63,7 @@ class Link:
         return nbytes * ring_factor(kind, self.devices) / (self.devices if kind == "all-to-all" else 1)
 
     def seconds(self, kind: str, nbytes: float) -> float:
-        """How long the bytes of a collective travel, without its latency; see `sent`."""
+        """Return the seconds that the bytes of a collective take, without its latency (see `sent`)."""
         slower = self.exchanged if kind in ("all-to-all", "reduce-scatter") else 1.0
         return self.sent(kind, nbytes) * slower / self.bandwidth
 
@@ -75,29 +75,29 @@ class Kind:
     name: str  # as in a topology
     model: str  # the vendor's name
     memory: int  # bytes
-    link: float  # bytes a second that a device sends to another one of its host
-    network: float  # bytes a second that a device sends to another host, if all devices of its host do
+    link: float  # bytes per second from one device to the next on a host
+    network: float  # bytes per second from a device to other hosts, if all devices of its host send
     latency: float = 10e-6  # seconds that a collective takes at least, within a host
     network_latency: float = 30e-6  # seconds that it takes at least between hosts
     stall: float = 0  # as of `Link`; at least the latency
     # that it does in a second, by its data sheet: of GPUs in bfloat16, without sparsity; of CPUs in float32
     flops: float = 0
-    bandwidth: float = 0  # bytes a second that it reads or writes of its memory
-    host: float = 0  # bytes a second between it and its host's memory, each way
-    target: str = ""  # what XLA's compiler has to know of a GPU, as its text proto; "": a CPU
+    bandwidth: float = 0  # bytes per second that it reads or writes in its memory
+    host: float = 0  # bytes per second between it and its host's memory, each way
+    target: str = ""  # the description of a GPU for XLA's compiler, a text proto; empty for a CPU
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is one, with no memory beside its host's; sums of 16-bit floats travel there in 32 bits."""
+        """Check whether it is a CPU, which uses its host's memory and sends sums of 16-bit floats in 32 bits."""
         return not self.target
 
     @property
     def usable(self) -> int:
-        """Bytes of its memory that JAX takes; 0: nobody knows."""
+        """Bytes of its memory that JAX takes, or 0 if unknown."""
         return int(self.memory * (1 if self.is_cpu else fraction()))
 
     def of_host(self, devices: int) -> Kind:
-        """One of so many devices that share a host's cores, memory and network, given the kind of the host."""
+        """Return the kind of one of several devices that share a host, given the host's."""
         return dataclasses.replace(
             self, memory=self.memory // devices, network=self.network / devices,
             flops=self.flops / devices, bandwidth=self.bandwidth / devices,
@@ -185,12 +185,12 @@ class Machine:
     """Devices of one kind on hosts."""
 
     kind: Kind  # of the devices
-    hosts: tuple[Any, ...] = ()  # of each device of a mesh, in order; (): all are on one
+    hosts: tuple[Any, ...] = ()  # of each device of a mesh, in order; empty if all are on one
     links: tuple[tuple[str, Link], ...] = ()  # by the name of an axis (see `over`)
 
     @property
     def has_own_memory(self) -> bool:
-        """Whether the devices have a memory beside that of their host, which CPUs have not."""
+        """Check whether the devices have their own memory, which CPUs do not."""
         return not self.kind.is_cpu
 
     def over(self, mesh: Mesh) -> Machine:
@@ -229,7 +229,7 @@ class Machine:
         return slowest, latency
 
     def crossings(self, groups: Sequence[Sequence[int]]) -> int:
-        """How many rings leave the first host, if there is one through each group of devices."""
+        """Count the rings that leave the first host, with one ring through each group of devices."""
         hosts = [{self.hosts[device] for device in group} for group in groups] if self.hosts else []
         return sum(self.hosts[0] in on and len(on) > 1 for on in hosts)
 
@@ -238,7 +238,7 @@ class Machine:
         return Link(axis.size, bandwidth, latency, stall, _REARRANGED if self.kind.is_cpu else 1.0)
 
     def seconds(self, flops: float, touched: float, dtype: Any = "float32") -> float:
-        """How long a device takes for an operation."""
+        """Return the seconds that a device takes for an operation."""
         return flops / self.kind.rate(dtype) + touched / self.kind.bandwidth
 
 
@@ -248,7 +248,7 @@ VIRTUAL = Machine(KINDS["cpu"].of_host(_FOLD))
 
 @functools.cache
 def kind_of(device: Any) -> Kind:
-    """The row of the table that a device is of; of a GPU that is not in it, that of the H100."""
+    """Return a device's row of the table; for an unknown GPU, the H100's."""
     if device.platform == "cpu":
         return VIRTUAL.kind
     for kind in KINDS.values():
@@ -262,11 +262,11 @@ _RATES, _TIMES = ("link", "network", "flops", "bandwidth"), ("latency", "network
 
 
 def named(text: str, given: str) -> Kind:
-    """The kind that a text names, with numbers that replace those of the table: ``"H100,network=25e9"``."""
+    """Parse a kind and numbers that replace the table's: ``"H100,network=25e9"``."""
     name, *others = text.split(",")
     if name.lower() not in KINDS:
         names = ", ".join(kind.name for kind in KINDS.values())
-        raise ValueError(f"{given}: there is no kind of device {name!r}; valid: {names}")
+        raise ValueError(f"{given}: unknown kind of device {name!r}; valid: {names}")
     numbers: dict[str, Any] = {}
     for field, _, value in (one.partition("=") for one in others):
         try:
@@ -282,7 +282,7 @@ def named(text: str, given: str) -> Kind:
 
 
 def asked_for(platform: str) -> Kind | None:
-    """The kind that `JAXDIST_MACHINE` names, for devices of this platform; None: it names none."""
+    """Return the kind that `JAXDIST_MACHINE` names, for devices of this platform, or None."""
     asked = os.environ.get("JAXDIST_MACHINE", "")
     if not asked:
         return None

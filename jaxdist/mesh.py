@@ -39,7 +39,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 @functools.cache
 def in_groups(mesh: Mesh, groups: int) -> Mesh:
-    """A mesh with its axis of data as two: so many groups of devices in a row, and the devices of each."""
+    """Return a mesh with its data axis as two: groups of devices in a row, and the devices of each."""
     if groups == 1:
         return mesh
     names, sizes = list(mesh.axis_names), list(mesh.devices.shape)
@@ -51,7 +51,7 @@ def in_groups(mesh: Mesh, groups: int) -> Mesh:
 
 @functools.cache
 def in_a_row(mesh: Mesh) -> Mesh:
-    """The mesh of which `in_groups` made this one; or this one."""
+    """Undo `in_groups`; other meshes stay unchanged."""
     if GROUP not in mesh.axis_names:
         return mesh
     names, sizes = list(mesh.axis_names), list(mesh.devices.shape)
@@ -62,7 +62,7 @@ def in_a_row(mesh: Mesh) -> Mesh:
 
 
 Sizes = Mapping[str, int]
-"""By the name of an axis: its size; -1, once: whatever is left."""
+"""The sizes of axes by name, one of which may be -1 for the remaining devices."""
 
 
 def mesh_of(given: Sizes | Mesh, devices: Sequence[Any], owner: object = "the job") -> Mesh:
@@ -70,7 +70,7 @@ def mesh_of(given: Sizes | Mesh, devices: Sequence[Any], owner: object = "the jo
     valid = (AXIS, MODEL, SEQUENCE)
     names = given.axis_names if isinstance(given, Mesh) else tuple(given)
     if unknown := [name for name in names if name not in valid]:
-        raise ValueError(f"mesh: there is no axis {unknown[0]!r}; valid: {', '.join(valid)}")
+        raise ValueError(f"mesh: unknown axis {unknown[0]!r}; valid: {', '.join(valid)}")
     if isinstance(given, Mesh):
         return Mesh(given.devices, names, axis_types=(AxisType.Auto,) * len(names))
     sizes = list(given.values())
@@ -143,7 +143,7 @@ def data_size(mesh: Mesh) -> int:
 
 
 def along(axes: Sequence[Axis], names: Collection[str]) -> Groups | None:
-    """The devices of a mesh, by their numbers, that differ along some of its axes only; None: those are all of them."""
+    """Return the groups of devices, by number, that differ only along some axes; None if they are all one group."""
     if all(axis.name in names for axis in axes if axis.size > 1):
         return None
     numbers = np.arange(math.prod(axis.size for axis in axes)).reshape([axis.size for axis in axes])
@@ -153,7 +153,7 @@ def along(axes: Sequence[Axis], names: Collection[str]) -> Groups | None:
 
 
 def on_each_host(hosts: Sequence[Any]) -> int:
-    """How many devices in a row each host has; 0: not as many on each, or not in a row."""
+    """Return the number of devices in a row on each host, or 0 if that differs or they are not in a row."""
     each = Counter(hosts)
     size = each[hosts[0]]
     in_a_row = all(hosts[i] == hosts[i - i % size] for i in range(len(hosts)))

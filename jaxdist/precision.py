@@ -18,7 +18,7 @@ _GROWS_AFTER = 2000  # steps without an overflow
 class LossScale(NamedTuple):
     """The loss scale of float16."""
 
-    scale: Any  # what the loss is multiplied by, a power of two, float32
+    scale: Any  # the factor of the loss, a power of two, float32
     good_steps: Any  # in a row since it last changed, int32
 
 
@@ -27,7 +27,7 @@ class MixedState(NamedTuple):
 
     master: Any  # the parameters in float32
     inner: Any  # the state of the transformation, made for them
-    loss_scale: LossScale | None  # of ``"fp16"``; None: there is none
+    loss_scale: LossScale | None  # only for ``"fp16"``
 
 
 def loss_scale(opt_state: Any) -> jax.Array:

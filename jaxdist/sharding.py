@@ -113,7 +113,7 @@ def zero(
             raise ValueError(f"zero(precision={precision!r}): 'bf16', 'fp16' or None (parameters of any type)")
         tx = mixed(tx, precision)
     if not any(arg.kind is arg.VAR_KEYWORD for arg in inspect.signature(tx.update).parameters.values()):
-        tx = optax.with_extra_args_support(tx)  # else it takes them already, of whatever class it is (`MultiSteps`)
+        tx = optax.with_extra_args_support(tx)  # other classes take them already (`MultiSteps`)
     inner = optax.GradientTransformationExtraArgs(tx.init, tx.update)
     marked = functools.partial(_marked, level=level, within=within, split=split)
 
@@ -139,11 +139,11 @@ def zero(
 
 @functools.cache
 def _say_that_it_is_outside(ctx: Context | None) -> None:
-    """Once: each rank trains by itself, on its own part of the data, and nothing else would tell."""
+    """Warn once that each rank trains alone on its own part of the data; nothing else would show it."""
     if ctx is not None and ctx.size > 1 and ctx.is_root:
         _log.warning(
             "jaxdist.zero's update was called outside a step that jaxdist.data_parallel decorates: nothing is added "
-            "up over the ranks, and each of the %d trains by itself", ctx.size,
+            "up over the ranks, and each of the %d trains alone", ctx.size,
         )  # fmt: skip
 
 
@@ -242,17 +242,17 @@ def _check(
     """Say what does not belong together before `tx` stumbles over it, or broadcasts one to the other."""
     if params is None:
         return
-    alike = jax.tree.structure(updates) == jax.tree.structure(params)  # else it may be meant (`optax.lookahead`)
-    if alike and not _of_each_example(updates, params) and (problem := _difference(updates, params)):
-        raise ValueError(f"the gradients are not those of the parameters: {problem}")
-    # An update may leave a state of another structure than the first one has (`optax.monitor`).
+    matches = jax.tree.structure(updates) == jax.tree.structure(params)  # else it may be meant (`optax.lookahead`)
+    if matches and not _of_each_example(updates, params) and (problem := _difference(updates, params)):
+        raise ValueError(f"the gradients do not match the parameters: {problem}")
+    # An update may change the structure of the state (`optax.monitor`).
     first = lambda _, params: tx.init(params)
     later = lambda updates, params: tx.update(updates, tx.init(params), params, **extra)[1]
     problems = []
     for made in (first, later):
         try:
             expected = jax.eval_shape(made, updates, params)
-        except Exception:  # an init that wants real numbers: then `tx` itself has to find what is wrong
+        except Exception:  # an init that needs real numbers: then `tx` itself has to find the problem
             return
         problems.append(_difference(state, expected))
         if problems[-1] is None:
@@ -264,7 +264,7 @@ def _check(
 
 
 def _of_each_example(updates: Any, params: Any) -> bool:
-    """Whether gradients have one more axis than the parameters: of the examples, which are split already."""
+    """Check whether gradients have one more axis than the parameters: the examples, which are split already."""
     pairs = list(zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=False))
     return bool(pairs) and all(jnp.ndim(u) and jnp.shape(u)[1:] == jnp.shape(p) for u, p in pairs)
 

@@ -13,8 +13,8 @@ _NAMES = ("stdin", "stdout", "stderr")
 def open_closed() -> None:
     """Let the null device stand in for standard streams that are closed, as a daemon's may be.
 
-    The next file that is opened would have the number of the stream: a connection of the job would be given what this
-    process and the libraries in it write on standard error.
+    The next file that is opened would get the number of the stream: output of this process and its libraries on
+    standard error would go into a connection of the job.
     """
     bare = [name for name in _NAMES if getattr(sys, f"__{name}__") is None and getattr(sys, name) is None]
     for number in range(len(_NAMES)):
@@ -33,13 +33,13 @@ def flush() -> None:
 
 
 def write(text: str) -> None:
-    """Write on standard error, not through `sys.stderr`, whose lock another thread may hold; never fails."""
+    """Write on standard error, not through `sys.stderr`, whose lock a different thread may hold. Never fails."""
     data = memoryview(text.encode(errors="backslashreplace"))
     with contextlib.suppress(OSError):  # nobody reads it any more
         while data:
             try:
                 data = data[os.write(2, data) :]
-            except BlockingIOError:  # a terminal that a program beside this one has set so
+            except BlockingIOError:  # a terminal that some other program has set so
                 select.select([], [2], [])
 
 
@@ -56,5 +56,5 @@ def _open_null(number: int) -> None:
         null = os.open(os.devnull, os.O_RDWR)
         if null == number:  # the lowest that was free
             os.set_inheritable(number, True)
-        else:  # another thread was faster
+        else:  # a different thread was faster
             os.close(null)

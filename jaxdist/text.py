@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 
 def text_of(*parts: RenderableType, width: int) -> str:
-    """What rich would print, as plain text: no colours, nothing taken for markup, no spaces at the ends of lines."""
+    """Render with rich as plain text: no colors, no markup, no spaces at the ends of lines."""
     from rich.console import Console  # here: each rank would import it at its start
 
     out = io.StringIO()
-    # In a notebook rich would display the parts there; under FORCE_COLOR it would colour them.
+    # In a notebook rich would display the parts there; under FORCE_COLOR it would color them.
     console = Console(
         file=out, width=width, markup=False, emoji=False, highlight=False, color_system=None, force_jupyter=False
     )

@@ -1,4 +1,4 @@
-"""What ranks compare of a call that is new to them before anything is sent: the step, its arguments, its program."""
+"""The comparison of a new call between ranks, before anything is sent: the step, its arguments, its program."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Traced:
     """A program of a step that is about to be compiled."""
 
     program: ClosedJaxpr  # as one device runs it
-    source: ClosedJaxpr  # the step as it was traced
+    source: ClosedJaxpr  # the traced step
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of what it computes and sends."""
+        """A digest of its computation and messages."""
         return dataflow(self.program)
 
 
@@ -55,7 +55,7 @@ def agree(
 
 
 def _programs(context: Context, tag: str, call: str, program: Traced | None, groups: Sequence[Sequence[int]]) -> str:
-    """How programs differ; each group of ranks has another one."""
+    """Describe how programs differ between groups of ranks."""
     assert program is not None
     first, other = groups[0][0], groups[1][0]
     told = [f(program) for f in _PARTS.values()] if context.rank in (first, other) else None
@@ -67,7 +67,7 @@ def _programs(context: Context, tag: str, call: str, program: Traced | None, gro
 
 def _advice(name: str) -> str:
     if name.startswith("constant "):
-        return "What is no array must be the same on every rank"
+        return "Anything but arrays must be the same on every rank"
     if name.startswith("option "):
         return "Decorate the step with the same options of jaxdist.data_parallel on every rank"
     if name.startswith("setting "):
@@ -80,7 +80,7 @@ _PARTS: dict[str, Callable[[Traced], list[Operation]]] = {
     "operation": lambda new: operations(new.source),
     "operation of a device's program": lambda new: operations(new.program),
 }
-"""What is compared of two programs that differ, in this order; by what it is called."""
+"""The parts of two different programs to compare, in this order, by name in messages."""
 
 
 def first_difference(
@@ -100,8 +100,8 @@ def explained(
 ) -> str:
     """A difference, for a person."""
     if found is None:
-        text = "They do the same operations, and return other results of these"
-        return f"{text}: one on rank {'; another on rank '.join(map(list_ranks, groups))}."
+        text = "The operations match, but the returned values differ"
+        return f"{text}: one program on rank {'; a different one on rank '.join(map(list_ranks, groups))}."
     rest = [rank for group in groups[2:] for rank in group]
     more = f"\n  rank {list_ranks(rest)}: other programs again" if rest else ""
     none = f"no {what} that the other does not have, too"

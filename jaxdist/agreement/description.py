@@ -1,4 +1,4 @@
-"""What a rank comes with to a call, and the first difference between the ranks, in the same words for all."""
+"""A rank's description of a call, and the first difference between ranks, in the same words on all of them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _SAME_CALLS = (
 
 @dataclass(frozen=True)
 class Description:
-    """What must be the same on every rank."""
+    """The parts of a call that must be the same on every rank."""
 
     call: str  # its name, with its parameters
-    entries: tuple[tuple[str, str], ...] = ()  # (name, value) of what it is called with, in order
-    problem: str = ""  # what this rank found wrong by itself; raised on every rank
+    entries: tuple[tuple[str, str], ...] = ()  # (name, value) of its arguments, in order
+    problem: str = ""  # an error of this rank; raised on every rank
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """Of 64 bits: equal ones, equal descriptions; 0 stands for a problem."""
+        """A 64-bit hash: equal for equal descriptions. 0 stands for a problem."""
         if self.problem:
             return 0
         text = repr((self.call, self.entries)).encode()
@@ -44,7 +44,7 @@ class Description:
 
 
 def difference(everyone: Sequence[Description], advice: Callable[[str], str]) -> str:
-    """The first difference between the ranks, for a person: a problem, another call, another value."""
+    """Describe the first difference between the ranks: a problem, a different call, a different value."""
     if problems := {rank: d.problem for rank, d in enumerate(everyone) if d.problem}:
         return first_problem(everyone[min(problems)].call, problems)
     calls = by_value([d.call for d in everyone])
@@ -55,7 +55,7 @@ def difference(everyone: Sequence[Description], advice: Callable[[str], str]) ->
         values = by_value([table.get(name, "absent") for table in tables])
         if len(values) > 1:
             return f"the ranks call {call} with different arguments: {name} is {listed(values)}. {advice(name)}"
-    return f"the ranks are at different calls of {call}, or name its arguments in another order. {_SAME_CALLS}"
+    return f"the ranks are at different calls of {call}, or name its arguments in a different order. {_SAME_CALLS}"
 
 
 def first_problem(call: str, problems: Mapping[int, str]) -> str:
@@ -66,7 +66,7 @@ def first_problem(call: str, problems: Mapping[int, str]) -> str:
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """What belongs to each key, in the order of the pairs."""
+    """Return the values of each key, in the order of the pairs."""
     groups: dict[K, list[V]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
@@ -79,7 +79,7 @@ def by_value(values: Sequence[K]) -> dict[K, list[int]]:
 
 
 def unlike_the_root(values: Sequence[Any]) -> list[int]:
-    """The ranks whose value is not that of rank 0."""
+    """Return the ranks whose value differs from rank 0's."""
     return [rank for rank, value in enumerate(values) if value != values[0]]
 
 

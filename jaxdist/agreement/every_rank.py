@@ -16,7 +16,7 @@ _REMIND = 30.0  # seconds until a rank says that it waits; each further time aft
 
 
 class Part(NamedTuple, Generic[R]):
-    """What a rank has done of a call."""
+    """A rank's part of a call."""
 
     result: R  # stays on this rank
     entries: tuple[tuple[str, str], ...] = ()  # must be the same on every rank; see `Description`
@@ -32,7 +32,7 @@ def on_every_rank(
     advice: Callable[[str], str] = str,
     patient: bool = False,
 ) -> tuple[R, list[Any]]:
-    """Do this rank's part of a call, and go on if all ranks could do theirs, on the same arguments."""
+    """Do this rank's part of a call, and continue if all ranks could do theirs, with the same arguments."""
     if context.size == 1:
         alone = part()
         return alone.result, [alone.told]
@@ -60,7 +60,7 @@ def _patience(context: Context, call: str) -> Iterator[None]:
     def remind() -> None:
         seconds = _REMIND
         while not over.wait(seconds):
-            context.control.say(f"{call}: this rank is ready and waits for another one, which takes its time")
+            context.control.say(f"{call}: this rank is ready and waits for a slower rank")
             seconds *= 2
 
     threading.Thread(target=remind, name="jaxdist-patience", daemon=True).start()
@@ -79,6 +79,6 @@ def _attempt(part: Callable[[], Part[R]]) -> tuple[Part[R] | None, Exception | N
 
 
 def _told(error: Exception, raises: tuple[type[Exception], ...]) -> tuple[int, str]:
-    """Which of these errors it is for all ranks, and with which words."""
+    """Return the index of the error to raise on all ranks, and its message."""
     known = [raises.index(kind) for kind in type(error).__mro__ if kind in raises]
     return (known[0], message_of(error) or "failed") if known else (0, in_words(error))

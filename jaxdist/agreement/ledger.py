@@ -2,9 +2,9 @@
 
 A training loop repeats itself: a hundred steps, an evaluation, a hundred steps. A rank whose next call is known, and is
 the one that the calls so far lead to expect, waits for nobody. Any other call is compared with the other ranks' before
-anything is sent. So where the calls of ranks differ, one of them asks (what a rank expects follows from its calls, and
-these were the same), and whoever has entered its own call by then learns from the question that the two differ. Nothing
-less will do: gloo ends a process that gets messages of another program.
+anything is sent. So where the calls of ranks differ, one of them asks (a rank's expectation follows from its calls,
+which were the same), and any rank that has entered its own call by then learns from the question that the two differ.
+Nothing less is enough: gloo ends a process that gets messages of a different program.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from jaxdist.control.channel import Control
 from jaxdist.runtime.context import Context
 
 _NEXT, _FAILED = "the next call", "a call that failed"
-_TURNS = 1024  # places where one call followed another that are kept
+_TURNS = 1024  # remembered pairs of calls in a row
 _NAMED = 64  # of the last calls, for messages
-_PATIENCE = 2.0  # seconds for a rank to fail in the call in which another one has
+_PATIENCE = 2.0  # seconds for a rank to fail in the same call as a different rank
 
 
 class Entry(NamedTuple):
     """A call."""
 
-    digest: bytes  # of what has to be the same on every rank
+    digest: bytes  # of everything that must be the same on every rank
     text: str  # names it, for a person
 
 
@@ -39,7 +39,7 @@ class Ledger:
         self._lock = threading.Lock()  # this rank enters a call, or its watcher judges: never both at once
         self._named: deque[str] = deque(maxlen=_NAMED)
         self._last, self._run = b"", 0  # the last call, and how often it was made in a row
-        self._turns: dict[tuple[bytes, int], bytes] = {}  # what followed so many calls of a kind
+        self._turns: dict[tuple[bytes, int], bytes] = {}  # the call that followed a run of equal calls
         self._announced: dict[int, int] = {}  # where other ranks are that make a call nobody expects
         if context.size > 1:
             self._control.position = lambda: self.count
@@ -49,14 +49,14 @@ class Ledger:
             self._control.listen(_FAILED, self._has_failed)
 
     def waits(self, entry: Entry) -> bool:
-        """Whether a call has to be compared first: nobody expects it, another rank waits for the comparison, or the one
-        before has failed."""
+        """Check whether a call must be compared first: it is not expected, a rank waits for the comparison, or the
+        call before has failed."""
         with self._lock:
             waiting = [position for position, _ in self._control.waiting.values()]
             return self.unsettled or not self._foreseen(entry) or self.count in (*waiting, *self._announced.values())
 
     def announce(self, entry: Entry) -> None:
-        """This rank is about to make a call in which the ranks compare by another way than the control channel."""
+        """Announce a call in which the ranks compare outside of the control channel."""
         if self._control.size > 1 and not self._foreseen(entry):
             self._control.post(_NEXT, (self.count, entry.text))
 
@@ -67,7 +67,7 @@ class Ledger:
                 raise RuntimeError(self._missing(rank, count, f"step {step!r}"))
 
     def enter(self, entry: Entry) -> None:
-        """Enter a call that was compared, or has not to be."""
+        """Enter a call that was compared, or need not be."""
         with self._lock:
             turn = self._last, self._run
             if entry.digest == self._last:
@@ -82,7 +82,7 @@ class Ledger:
             self.count += 1
             at = self.count - 1
             left, waiting = dict(self._control.notices.get("bye", {})), dict(self._control.waiting)
-        # What has come since this call was found to be expected.
+        # Messages since this call was found to be expected.
         for rank, count in left.items():
             self._left(rank, count)
         for rank, (position, what) in waiting.items():
@@ -105,7 +105,7 @@ class Ledger:
         self._waits(rank, *announced, same=True)
 
     def _waits(self, rank: int, position: int, what: str, same: bool = False) -> None:
-        """Another rank waits for the others, and has made so many calls."""
+        """A rank waits for the others after `position` calls."""
         with self._lock:
             if self.count <= position:
                 return
@@ -116,11 +116,11 @@ class Ledger:
         if mine == what:
             what = (
                 f"{what} too, but with something new: a state of other types, or kept elsewhere (on the host, on the "
-                "mesh), another constant, other settings of JAX, or after an error"
+                "mesh), a different constant, other settings of JAX, or after an error"
             )
         self._control.fail(
             f"the ranks make different calls: call {position + 1} of rank {self._control.rank} is {mine}, and rank "
-            f"{rank} came with {what}. Every rank must make the same calls in the same order, with batches of the same "
+            f"{rank} calls {what}. Every rank must make the same calls in the same order, with batches of the same "
             "shape: look for a choice that is not the same on all ranks, or a tail of the data that is not"
         )
 

@@ -30,7 +30,7 @@ class Meshes:
         said = f"mesh={dict(mesh.shape)} over the ranks {', '.join(map(str, ranks))}"
         meshes = by_value(self._context.control.exchange("the mesh of a step", said, self._context.timeout, said))
         if len(meshes) > 1:
-            raise ValueError(f"the ranks come with different meshes: {listed(meshes)}. Pass the same on every rank")
+            raise ValueError(f"the ranks use different meshes: {listed(meshes)}. Pass the same on every rank")
         if set(ranks) != set(range(size)):
             raise ValueError(f"{said}: the job has {size} ranks, and a step runs on all of them")
         for chosen in (some for k in range(1, len(names) + 1) for some in itertools.combinations(names, k)):

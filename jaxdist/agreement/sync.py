@@ -26,7 +26,7 @@ from jaxdist.tracebacks import api_boundary
 
 _ADVICE = (
     "Something changed it on some ranks outside a decorated step (code under `if rank == ...`, a file that is not "
-    "the same everywhere, the order of a set, another seed), or one of the machines computes or stores wrongly"
+    "the same everywhere, the order of a set, a different seed), or one of the machines computes or stores wrongly"
 )
 
 
@@ -65,7 +65,7 @@ def check_sync(tree: Any) -> None:
 
 
 class Leaf(NamedTuple):
-    """What is compared of a leaf."""
+    """The properties of a leaf that are compared."""
 
     name: str  # its path in the tree
     kind: str  # type, shape and layout
@@ -88,8 +88,8 @@ def compare(context: Context, tree: Any, tag: str, prefix: str) -> None:
 
     leaves, told = on_every_rank(context, tag, examine, raises=(SyncError,))
     slices = grouped(one for *_, own in told for one in own.items())
-    alike = len({digest for digest, *_ in told}) == 1 and all(len(set(digests)) == 1 for digests in slices.values())
-    if alike and all(uniform for _, uniform, _ in told):
+    same = len({digest for digest, *_ in told}) == 1 and all(len(set(digests)) == 1 for digests in slices.values())
+    if same and all(uniform for _, uniform, _ in told):
         return
     found = differences(context.control.exchange(f"{tag} details", leaves, context.timeout))
     if not found:
@@ -99,7 +99,7 @@ def compare(context: Context, tree: Any, tag: str, prefix: str) -> None:
 
 
 def describe(tree: Any) -> list[Leaf]:
-    """What is compared of each leaf of a tree; waits for its arrays."""
+    """Return the compared properties of each leaf of a tree. Waits for its arrays."""
     return [_leaf(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
 
 
@@ -163,7 +163,7 @@ def _leaf(name: str, x: Any) -> Leaf:
 
 
 def _slices(x: jax.Array, shape: Sequence[int]) -> tuple[tuple[str, tuple[tuple[str, int], ...]], ...]:
-    """The slices that this process has of an array of which several devices have each."""
+    """Return this process's slices of an array, if several devices hold each slice."""
     places = [tuple(s.indices(n)[:2] for s, n in zip(index, x.shape, strict=True))
               for index in x.sharding.devices_indices_map(x.shape).values()]  # fmt: skip
     numbers = {place: i for i, place in enumerate(sorted(set(places)))}

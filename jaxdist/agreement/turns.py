@@ -22,11 +22,11 @@ class Turns:
         self._output: jax.Array | None = None
 
     def begin(self) -> None:
-        """A call begins: wait for the one before, if another thread has made it."""
+        """Begin a call: wait for the one before, if a different thread made it."""
         if self._alone or (thread := threading.current_thread()) is self._thread:
             return
         output, self._output, self._thread = self._output, None, thread
-        with contextlib.suppress(RuntimeError):  # it was donated to another program, or that of the call failed
+        with contextlib.suppress(RuntimeError):  # it was donated to a later program, or its own program failed
             if output is not None:
                 output.block_until_ready()
 

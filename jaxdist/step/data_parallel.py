@@ -165,7 +165,7 @@ def parallel(
 ) -> Any:
     """Run a step as `data_parallel` does, on a mesh with several axes that divide the batch, the model, and sequences.
 
-    The name of an axis determines what it divides:
+    The axes, by name:
 
     * ``"data"`` splits the batch along its first dimension.
     * ``"sequence"`` splits the batch along its second dimension, if that is at least as long as the axis.
