@@ -47,7 +47,6 @@ class _Told(NamedTuple):
     facts: dict[str, str]  # of what makes its programs
     communicator: str
     problem: str  # why it is not "mpi"
-    folder: str  # for executables of its host
     over_gloo: bool  # and nothing has begun that would not know of it
     processor: bytes
     threads: int  # of XLA that its environment asks for; 0: it does not
@@ -84,6 +83,7 @@ def jax_started(
     """Choose platform, devices, threads and communicator, and start jax.distributed."""
     if control.size == 1:
         return _alone(connector, control, wanted, lanes)
+    shared = executables.Executables(control, timeout)  # rank 0 listens before another rank asks
     own = _told_by_this_rank(connector, control, wanted, lanes)
     told: list[_Told] = control.exchange("init", own, timeout)
     communicator = _agreed(connector, control, told, wanted)
@@ -99,7 +99,7 @@ def jax_started(
     found = _devices_of_all(control, lanes)
     mesh = _mesh(found)
     if own.resources.platform == "cpu":
-        executables.share(timeout, [each.folder for each in told if each.resources.host == own.resources.host])
+        compat.on_compile(shared, executables.LoweredProgram)
     # Beside MPI only where nothing can stand between: it is for programs of the user's own with XLA's collectives.
     if own.over_gloo and (communicator != "mpi" or _one_host(control)):
         control.barrier(timeout)
@@ -126,7 +126,6 @@ def _told_by_this_rank(connector: Connector, control: Control, wanted: str, lane
         devices.Resources(socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))), gpus, platform),
         compiler.facts(os.environ.get("XLA_FLAGS", "")) | {"platform": platform, "lanes": str(lanes)},
         *communicator_of.several(control.size, connector.name, "xla" if lanes else wanted, platform),
-        executables.offer(connector.local_rank),
         platform == "cpu" and not compat.backend_started(),
         executables.processor(),
         _threads_asked(),
