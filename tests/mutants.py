@@ -235,7 +235,7 @@ MUTANTS: list[Mutant] = [
            "        for rank, count in left.items():\n            self._left(rank, count)\n", "",
            "tests/jobs/test_faults.py -k leaves_unseen", slow=True),
     Mutant("recv waits for who has left", "jaxdist/collectives/messages.py",
-           'left = source in ctx.control.notices.get("bye", {})', "left = False",
+           'left = source in ctx.control.left', "left = False",
            "tests/jobs/test_faults.py -k leaves_a_receiver", slow=True),
     Mutant("workers outlive a rank that is killed", "jaxdist/data/reader.py", "            compat.end_with_parent()",
            "            pass", "tests/io/test_data.py -k killed and hand", slow=True),

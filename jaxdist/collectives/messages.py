@@ -72,7 +72,7 @@ class Messages:
             return self._to_self.popleft()
         name, end = self._name(source, ctx.rank), time.monotonic() + ctx.timeout
         while True:
-            left = source in ctx.control.notices.get("bye", {})  # known before the look that finds nothing
+            left = source in ctx.control.left  # known before the look that finds nothing
             try:
                 return ctx.control.take(name, source, min(_LOOK, max(0.001, end - time.monotonic())))
             except queue.Empty:

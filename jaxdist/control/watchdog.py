@@ -146,7 +146,7 @@ class Watchdog:
                 watched = newest
 
     def _judge(self, call: ActiveCall, newest: ActiveCall) -> None:
-        left = self._control.notices.get("bye", {})
+        left = self._control.left
         absent = self.whereabouts([r for r in self._control.others if r not in left], call.position)
         where = f"{call.what}: rank {self._control.rank} has waited for {time.monotonic() - call.since:.0f} s"
         if call.finished() or newest.finished():  # while we asked

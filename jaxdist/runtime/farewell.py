@@ -44,7 +44,7 @@ def _wait_for_all(control: Control, watchdog: Watchdog, timeout: float) -> None:
     start, turns = time.monotonic(), 0
     while not control.all_left(timeout):
         turns += 1
-        left = {control.rank, *control.notices.get("bye", {})}
+        left = {control.rank, *control.left}
         where = watchdog.whereabouts([r for r in range(control.size) if r not in left])
         if min(left) == control.rank and turns.bit_count() == 1 and not control.all_left(0):  # 1, 2, 4, 8, ...
             waited = f"its script is over, and it has waited for {time.monotonic() - start:.0f} s for the others"
