@@ -1,7 +1,6 @@
 """The mpirun that belongs to this environment, and how to call it."""
 
 import functools
-import importlib.util
 import ipaddress
 import os
 import re
@@ -77,10 +76,6 @@ class Mpirun:
             **({"OMPI_MCA_btl_tcp_if_include": network} if network else {}),
         }
 
-    def fits(self, library: "Library") -> bool:
-        """Whether it is of the same MPI as a library, as far as is known."""
-        return self.family == library.family or "unknown" in (self.family, library.family)
-
     def _major(self) -> int:
         match = re.search(r"\)\s+(\d+)\.", self.version)
         return int(match.group(1)) if match else 5
@@ -136,6 +131,14 @@ def _run(argv: list[str], seconds: float) -> "subprocess.CompletedProcess[str] |
         return None
 
 
+def family_of(text: str) -> Family:
+    """Whose MPI describes itself so."""
+    if "Open MPI" in text or "OpenRTE" in text:
+        return "openmpi"
+    mpich = any(name in text.upper() for name in ("HYDRA", "MPICH", "INTEL(R) MPI", "MVAPICH"))  # one ABI, and hydra
+    return "mpich" if mpich else "unknown"
+
+
 @functools.cache
 def find_mpirun() -> Mpirun | None:
     """The mpirun of this environment's prefix, else the first on PATH, else None."""
@@ -147,55 +150,12 @@ def find_mpirun() -> Mpirun | None:
     if done is None:
         return None
     text = done.stdout + done.stderr
-    family: Family = "unknown"
-    if "Open MPI" in text or "OpenRTE" in text:
-        family = "openmpi"
-    elif any(name in text.upper() for name in ("HYDRA", "MPICH", "INTEL(R) MPI", "MVAPICH")):
-        family = "mpich"
+    family = family_of(text)
     version = next((line.strip() for line in text.splitlines() if line.strip()), "")
     number = re.search(r"Version:\s*(\S+)", text) if family == "mpich" else None
     if number is not None:  # hydra's first line is a title
         version = f"MPICH (hydra) {number.group(1)}"
     return Mpirun(Path(path), family, version)
-
-
-# Without jaxdist, which would import JAX.
-_ASK_MPI4PY = r"""
-import mpi4py, re
-mpi4py.rc.initialize = False
-from mpi4py import MPI
-print(MPI.Get_library_version().splitlines()[0])
-print(next(iter(re.findall(r"/\S*/libmpi(?:ch)?\.so\S*", open("/proc/self/maps").read())), ""))
-"""
-
-
-@dataclass(frozen=True)
-class Library:
-    """The MPI library that mpi4py loads here."""
-
-    family: Family = "unknown"
-    version: str = ""
-    path: str = ""
-    problem: str = ""
-
-
-@functools.cache
-def mpi_library() -> Library:
-    """What mpi4py loads, asked in a process of its own: loading it here would make the launcher an MPI process."""
-    if importlib.util.find_spec("mpi4py") is None:
-        return Library(problem="mpi4py is not installed")
-    done = python_probe(_ASK_MPI4PY)
-    if done is None:
-        return Library(problem="mpi4py gave no answer within two minutes")
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines()
-        return Library(problem=f"mpi4py loads no MPI library: {lines[-1] if lines else 'it says nothing'}")
-    first, path = done.stdout.splitlines()[-2:]
-    version = re.sub(r"\s+", " ", first.split(",")[0].strip()).rstrip("\x00")
-    if "Open MPI" in version:
-        return Library("openmpi", version, path)
-    mpich = any(name in version.upper() for name in ("MPICH", "INTEL", "MVAPICH"))  # one ABI, and hydra
-    return Library("mpich" if mpich else "unknown", version, path)
 
 
 _TAG = re.compile(

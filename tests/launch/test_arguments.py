@@ -16,17 +16,14 @@ REFUSED = [
     (["no-such-command"], ["no-such-command"]),
     (["-m"], ["SCRIPT"]),
     (["-n", "0", "echo"], ["-n"]),
-    (["-n", "2", "--only-rank", "2", "echo"], ["--only-rank 2", "2 ranks"]),
     (["--launcher", "env", "--hosts", "a:1", "echo"], ["mpirun"]),
     (["-n", "3", "--hosts", "a:1,b:1", "echo"], ["-n 3", "2 slots"]),
-    (["--only-rank", "2", "--hosts", "a:1,b:1", "echo"], ["--only-rank 2", "2 ranks"]),
     (["--hosts", "a:1,a:1", "echo"], ["--hosts", "entry 2", "a "]),
     (["--hosts", "a", "--hostfile", __file__, "echo"], ["--hosts", "--hostfile"]),
     *((["--hosts", hosts, "echo"], ["--hosts", "entry"])
       for hosts in ("", "node1,,node2", "node1:", "node1:-1", "node 1:x", "-oProxyCommand=x")),
     (["-n", "3", "--lanes", "2", "echo"], ["3 ranks", "--lanes 2"]),
     (["-n", "3", "--lanes", "4", "echo"], ["3 ranks", "--lanes 4", "evenly"]),
-    (["-n", "1000000", "--launcher", "env", __file__], ["1000000", "cores", "--hosts"]),
 ]  # fmt: skip
 
 
