@@ -87,6 +87,7 @@ class Messages:
 
     def _name(self, source: int, to: int) -> str:
         self._counts[source, to] += 1
+        self._ctx.control.used = True
         return f"message {self._counts[source, to]}"
 
     def _rank(self, kind: str, name: str, value: Any) -> int:

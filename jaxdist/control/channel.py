@@ -55,6 +55,7 @@ class Control:
         # Whom to ask where this rank is, and where others are: the ledger, and the watchdog.
         self.position: Callable[[], int] = lambda: 0
         self.whereabouts: Callable[[list[int]], str | None] = lambda late: ""
+        self.used = False  # by `send` or `recv`
         self._mail: dict[tuple[str, int], queue.SimpleQueue[Any]] = {}
         self.members = [Member(socket.gethostname(), os.getpid(), "127.0.0.1")]
         self._listeners: dict[str, Callable[[int, Any], None]] = {

@@ -24,7 +24,7 @@ def install(control: Control, watchdog: Watchdog, timeout: float) -> None:
         if not control.process.is_owner():  # a forked data worker
             return
         failfast.end_if_failed(control)
-        if control.rank == 0 and not control.ending and not control.position():
+        if control.rank == 0 and not (control.ending or control.position() or control.used):
             control.say(
                 f"the {control.size} ranks have called no decorated step and no collective of jaxdist. If there were "
                 "steps left to do, each rank has worked by itself: decorate the step with jaxdist.data_parallel"

@@ -129,6 +129,12 @@ def test_by_hand_each_rank_says_why_and_where_it_is() -> None:
         assert ("stuck_in_the_loader" if rank else "in train") in result.stderr, result.stderr
 
 
+def test_ranks_that_only_send_and_receive_do_not_work_by_themselves() -> None:
+    result = start(HAND, Fault("sends", ())).end(60)
+    assert result.returncode == 0, result.output
+    assert "no decorated step" not in result.output
+
+
 # --- from outside
 
 

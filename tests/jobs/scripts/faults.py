@@ -300,6 +300,13 @@ def undecorated() -> None:
         w = (step(w, batch())[0]) if ARGUMENT else jax.jit(descend)(w, batch())
 
 
+def sends() -> None:
+    if ODD:
+        jaxdist.send(np.ones(2, np.float32), 0)
+    else:
+        jaxdist.recv(np.zeros(2, np.float32), 1)
+
+
 globals()[NAME]()
 if NAME not in ("slow", "ends_late", "error_at_exit", "undecorated", "hangs_at_exit", "step_at_exit"):
     print("THROUGH", flush=True)

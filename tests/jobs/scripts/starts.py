@@ -233,18 +233,6 @@ def spawns_workers() -> None:
     worker.join()
 
 
-def waits() -> None:
-    """Alone, for Ctrl-C."""
-    import time
-
-    import jaxdist
-
-    jaxdist.init()
-    print("READY", flush=True)
-    while True:
-        time.sleep(0.1)
-
-
 sys.path.insert(1, str(Path(__file__).parents[2]))
 globals()[NAME]()
 os.write(1, b"FINE\n") if NAME != "imported" else None
