@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from jaxdist.connectors import site
-from jaxdist.launch.hosts import Host, parse_hosts, read_hostfile, that_answer, total_ranks
+from jaxdist.launch.hosts import Host, parse_hosts, that_answer, total_ranks
 from jaxdist.launch.job import LauncherName, choose, launch, program_command
 from jaxdist.launch.output import say
 
@@ -61,7 +61,8 @@ def run(
     try:
         if hosts is not None and hostfile is not None:
             raise ValueError("--hosts and --hostfile both say which hosts: leave one out")
-        placed = read_hostfile(hostfile) if hostfile else parse_hosts(hosts) if hosts is not None else []
+        named = hostfile.read_text().splitlines() if hostfile else hosts.split(",") if hosts is not None else None
+        placed = parse_hosts(named) if named is not None else []
         size = total_ranks(placed, ranks) if placed else ranks or 1
         everywhere = placed, size
         script = ["-m", *script] if is_module else script
