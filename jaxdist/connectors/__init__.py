@@ -14,7 +14,7 @@ from jaxdist.connectors.base import ByBroadcast, Connector
 __all__ = ["VALID", "Connector", "choose", "connect"]
 
 VALID = ("auto", "mpi", "slurm", "env://", "tcp://host:port", "jax.distributed", "kubeflow", "ray", "local")
-_MEMBERS = ("name", "rank", "size", "local_rank", "local_size", "broadcast", "abort")
+_MEMBERS = ("name", "rank", "size", "local_rank", "local_size", "broadcast")
 
 
 def choose(env: Mapping[str, str] | None = None) -> str:

@@ -20,9 +20,7 @@ class MpiConnector:
 
     def __init__(self, timeout: float = 300.0):
         mpi = _wait_for_all_ranks_in_mpi_init(timeout)
-        world = mpi.COMM_WORLD
-        self._mpi = mpi
-        self.comm = world.Dup()
+        self.comm = mpi.COMM_WORLD.Dup()
         self.rank: int = self.comm.rank
         self.size: int = self.comm.size
         node = self.comm.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank)
@@ -33,10 +31,6 @@ class MpiConnector:
     def broadcast(self, obj: Any, root: int = 0) -> Any:
         """The root's picklable object, on every process."""
         return self.comm.bcast(obj, root)
-
-    def abort(self, code: int = 1, message: str = "") -> None:
-        """MPI_Abort: the launcher ends every process."""
-        self._mpi.COMM_WORLD.Abort(code)
 
 
 def load() -> Any:

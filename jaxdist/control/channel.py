@@ -45,10 +45,9 @@ class Control:
         server: socket.socket | None = None,
         key: bytes | None = None,
         timeout: float = 300.0,
-        abort: Callable[[int, str], None] | None = None,
     ):
         self.rank, self.size = rank, size
-        self.process = Process(rank, abort)
+        self.process = Process(rank)
         self.left: dict[int, int] = {}  # who has said goodbye, and its position
         self.waiting: dict[int, Entry] = {}  # who waits in an exchange to which this rank has not come
         self._waiting_in: dict[int, tuple[int, str]] = {}  # its number and its tag

@@ -86,7 +86,7 @@ def _end(control: Control, error: BaseException) -> NoReturn:
     # A rank that did not come (to an exchange) shows where it was.
     code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     control.alarm(text, code=code, stacks=isinstance(error, ControlError))
-    control.process.depart(code, abort=True)
+    control.process.depart(code, first=True)
 
 
 def _end_interrupted(control: Control, line: str) -> NoReturn:
@@ -95,7 +95,7 @@ def _end_interrupted(control: Control, line: str) -> NoReturn:
     if "JAXDIST_RESTARTS" not in os.environ:  # `jaxdist run` has said it
         _print_marked(control.rank, f"interrupted at {line}")
     control.alarm(f"{control.who(control.rank)} was interrupted", code=_INTERRUPTED)
-    control.process.depart(_INTERRUPTED, abort=True)
+    control.process.depart(_INTERRUPTED, first=True)
 
 
 def end_if_failed(control: Control) -> None:
@@ -106,7 +106,7 @@ def end_if_failed(control: Control) -> None:
         return
     ending = number & 0xFF or 1
     control.alarm(f"{control.who(control.rank)} ended its script with exit code {message_of(code, repr)}", code=ending)
-    control.process.depart(ending, abort=True)
+    control.process.depart(ending, first=True)
 
 
 def fail_at_exit(control: Control, message: str) -> None:
@@ -114,7 +114,7 @@ def fail_at_exit(control: Control, message: str) -> None:
     _print_marked(control.rank, message)
     if control.size > 1:
         control.alarm(f"{control.who(control.rank)}: {message}")
-        control.process.depart(1, abort=True)
+        control.process.depart(1, first=True)
     os._exit(1)
 
 

@@ -70,10 +70,7 @@ def control_of(connector: Connector, timeout: float) -> Control:
     host, ips, port, secret = connector.broadcast(where, 0)
     names = ["127.0.0.1"] if one_host or host == socket.gethostname() else []
     names += [] if one_host else [*ips, host]
-    return Control(
-        rank, size, [(name, port) for name in names], server=server,
-        key=secret, timeout=timeout, abort=connector.abort,
-    )  # fmt: skip
+    return Control(rank, size, [(name, port) for name in names], server=server, key=secret, timeout=timeout)
 
 
 def jax_started(

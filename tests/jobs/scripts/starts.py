@@ -165,7 +165,7 @@ def connects() -> None:
 
         def __init__(self) -> None:
             inner = connect("env://", 30)
-            for name in ("rank", "size", "local_rank", "local_size", "broadcast", "abort"):
+            for name in ("rank", "size", "local_rank", "local_size", "broadcast"):
                 setattr(self, name, getattr(inner, name))
 
     ports, started = set(), threading.Event()
