@@ -15,7 +15,7 @@ import typer
 
 from jaxdist.connectors import site
 from jaxdist.errors import in_words
-from jaxdist.launch.mpi import family_of, find_mpirun, python_probe
+from jaxdist.launch.mpi import family_of, find_mpirun, run_outside
 
 _PACKAGES = ("jaxdist", "jax", "jaxlib", "numpy", "optax", "flax", "grain", "orbax-checkpoint", "mpi4py", "mpi4jax")
 # Without jaxdist, which would import JAX; and without MPI_Init.
@@ -66,7 +66,7 @@ def versions() -> dict[str, str]:
 
 def checks() -> Iterator[Check]:
     """All of this machine. Starts no JAX backend and no MPI in this process."""
-    mpirun, asked = find_mpirun(), python_probe(_ASK_MPI4PY)
+    mpirun, asked = find_mpirun(), run_outside([sys.executable, "-c", _ASK_MPI4PY], 120)
     yield Check("mpirun", mpirun is not None, f"{mpirun.version}, {mpirun.path}" if mpirun else "none", site.install())
     load = site.LOAD if mpirun and _version("mpi4py") else site.install()
     works, library = asked is not None and asked.returncode == 0, _last_line(asked)
@@ -107,7 +107,7 @@ def _mpi4jax() -> Check:
     if not (version := _version("mpi4jax")):
         return Check("mpi4jax", False, "not installed: communicator mpi is not available", site.install())
     # Its compiled part may have been built for another MPI or JAX: ask in another process.
-    done = python_probe("import mpi4jax")
+    done = run_outside([sys.executable, "-c", "import mpi4jax"], 120)
     if done is not None and done.returncode == 0:
         return Check("mpi4jax", True, version)
     return Check("mpi4jax", False, f"installed, but does not import: {_last_line(done)}", site.rebuild_mpi4jax())

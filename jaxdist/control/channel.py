@@ -285,7 +285,6 @@ class Control:
                 return
         self._lost = f"{self.who(0)} has already left"
         self._answers.put(("error", self._number, self._lost))
-        self.deliver(("post", "gone", 0, None))
 
     def deliver(self, message: tuple[Any, ...]) -> None:
         """Act on what the hub says."""

@@ -67,7 +67,7 @@ def install(control: Control) -> None:
 
 
 def end(control: Control, error: BaseException) -> NoReturn:
-    """End the job for an error that is shown elsewhere: this rank prints nothing, the others say which one failed."""
+    """End the job for an error whose traceback is shown elsewhere."""
     control.process.hold()
     _end(control, error)
 
@@ -86,6 +86,7 @@ def _end(control: Control, error: BaseException) -> NoReturn:
     # A rank that did not come (to an exchange) shows where it was.
     code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     control.alarm(text, code=code, stacks=isinstance(error, ControlError))
+    control.say(text)  # the others do not, if they fail at the same moment
     control.process.depart(code, first=True)
 
 

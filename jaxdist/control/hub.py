@@ -63,7 +63,6 @@ class Hub:
             self.open.discard(rank)
             if not self.open:
                 self.all_gone.set()
-            self.root.deliver(("post", "gone", rank, None))
             if not self.root.all_left(0):  # it has to wait for that
                 self.end_all(lost(self.root.who(rank), error), spare=rank)
 

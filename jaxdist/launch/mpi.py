@@ -54,8 +54,7 @@ class Mpirun:
             options += ["-prepend-rank"] if tag else []
             options += ["-hosts", where] if where else []
         else:
-            if tag:
-                options += ["--output", "tag"] if self._major() >= 5 else ["--tag-output"]
+            options += ["--tag-output"] if tag else []
             options += ["--bind-to", "none"] if spread else []
             # Slot by slot: with `:oversubscribe` alone, which people export for use on one machine, Open MPI 5 puts all
             # ranks on the first host, and without it refuses more slots than cores.
@@ -75,10 +74,6 @@ class Mpirun:
             **(ROOT_ENV if os.geteuid() == 0 else {}),
             **({"OMPI_MCA_btl_tcp_if_include": network} if network else {}),
         }
-
-    def _major(self) -> int:
-        match = re.search(r"\)\s+(\d+)\.", self.version)
-        return int(match.group(1)) if match else 5
 
 
 def _shared_network(hosts: Sequence[Host]) -> str | None:
@@ -104,28 +99,14 @@ def _shared_network(hosts: Sequence[Host]) -> str | None:
     return str(shared.pop()) if len(shared) == 1 else None
 
 
-def outside_environment() -> dict[str, str]:
-    """The environment without an MPI launcher's: with it, a child of a rank would take itself for that rank."""
+def run_outside(argv: list[str], seconds: float) -> "subprocess.CompletedProcess[str] | None":
+    """Run a program outside of any MPI job to its end; None if it can't be run, or takes longer than this."""
+    # With an MPI launcher's variables a child of a rank would take itself for that rank.
     launchers = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL", "OPAL_", "MV2_COMM_", "MVP_COMM_")
-    return {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
-
-
-def python_probe(code: str) -> "subprocess.CompletedProcess[str] | None":
-    """Runs `code` in a Python of its own; None if it never came back."""
-    return _run([sys.executable, "-c", code], 120)
-
-
-def _run(argv: list[str], seconds: float) -> "subprocess.CompletedProcess[str] | None":
-    """Runs a program outside of any MPI job to its end; None if it can't be run, or takes longer than this."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
     try:
         return subprocess.run(
-            argv,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            env=outside_environment(),
+            argv, env=env, timeout=seconds, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -146,7 +127,7 @@ def find_mpirun() -> Mpirun | None:
     path = str(own) if os.access(own, os.X_OK) else shutil.which("mpirun")
     if path is None:
         return None
-    done = _run([path, "--version"], 20)
+    done = run_outside([path, "--version"], 20)
     if done is None:
         return None
     text = done.stdout + done.stderr
