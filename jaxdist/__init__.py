@@ -10,10 +10,8 @@ from typing import Any
 import lazy_loader
 
 from jaxdist import extras, streams
-from jaxdist.control import parent
 
 streams.open_closed()  # before a socket of a library's gets the number of one
-parent.end_with_mpirun()  # to import the rest takes seconds
 
 _import, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 

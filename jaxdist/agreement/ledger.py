@@ -62,7 +62,7 @@ class Ledger:
 
     def check_all_here(self, step: str) -> None:
         """Nobody has left who should come to the next call, of this step."""
-        for rank, count in list(self._control.notices.get("bye", {}).items()):
+        for rank, count in list(self._control.left.items()):
             if count <= self.count:
                 raise RuntimeError(self._missing(rank, count, f"step {step!r}"))
 
@@ -81,7 +81,7 @@ class Ledger:
             self._named.append(entry.text)
             self.count += 1
             at = self.count - 1
-            left, waiting = dict(self._control.notices.get("bye", {})), dict(self._control.waiting)
+            left, waiting = dict(self._control.left), dict(self._control.waiting)
         # Messages since this call was found to be expected.
         for rank, count in left.items():
             self._left(rank, count)

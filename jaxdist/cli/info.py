@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,9 +15,14 @@ import typer
 
 from jaxdist.connectors import site
 from jaxdist.errors import in_words
-from jaxdist.launch.mpi import find_mpirun, mpi_library, python_probe
+from jaxdist.launch.mpi import family_of, find_mpirun, run_outside
 
 _PACKAGES = ("jaxdist", "jax", "jaxlib", "numpy", "optax", "flax", "grain", "orbax-checkpoint", "mpi4py", "mpi4jax")
+# Without jaxdist, which would import JAX; and without MPI_Init.
+_ASK_MPI4PY = (
+    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+    "print(MPI.Get_library_version().splitlines()[0].rstrip(chr(0)))"
+)
 
 
 class Check(NamedTuple):
@@ -60,15 +66,16 @@ def versions() -> dict[str, str]:
 
 def checks() -> Iterator[Check]:
     """Yield checks of this machine, without a JAX backend or MPI in this process."""
-    mpirun, library = find_mpirun(), mpi_library()
+    mpirun, asked = find_mpirun(), run_outside([sys.executable, "-c", _ASK_MPI4PY], 120)
     yield Check("mpirun", mpirun is not None, f"{mpirun.version}, {mpirun.path}" if mpirun else "none", site.install())
     load = site.LOAD if mpirun and _version("mpi4py") else site.install()
-    yield Check("mpi4py", not library.problem, library.problem or f"{library.version}, {library.path}", load)
-    if mpirun and not library.problem:
-        same = mpirun.fits(library)
-        seen = "the same MPI" if same else f"mpirun is {mpirun.version}, mpi4py loads {library.version}"
+    works, library = asked is not None and asked.returncode == 0, _last_line(asked)
+    yield Check("mpi4py", works, library, load)
+    if mpirun and works:
+        same = family_of(library) in (mpirun.family, "unknown")
+        seen = "the same MPI" if same else f"mpirun is {mpirun.version}, mpi4py loads {library}"
         yield Check("mpirun and mpi4py", same, seen, load)
-        yield _mpi4jax(library.path)
+        yield _mpi4jax()
     if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists():
         plugin = versions()["CUDA plugin"]
         yield Check("GPU", bool(plugin), plugin or "no CUDA plugin for JAX", "pip install 'jaxdist[cuda12]'")
@@ -91,15 +98,19 @@ def _version(name: str) -> str:
         return ""
 
 
-def _mpi4jax(library: str) -> Check:
+def _last_line(done: "subprocess.CompletedProcess[str] | None") -> str:
+    lines = (done.stdout.strip() or done.stderr.strip()).splitlines() if done else []
+    return lines[-1] if lines else "no answer"
+
+
+def _mpi4jax() -> Check:
     if not (version := _version("mpi4jax")):
         return Check("mpi4jax", False, "not installed: communicator mpi is not available", site.install())
     # Its compiled part may be for a different MPI or JAX: test it in a new process.
-    done = python_probe("import mpi4jax")
+    done = run_outside([sys.executable, "-c", "import mpi4jax"], 120)
     if done is not None and done.returncode == 0:
         return Check("mpi4jax", True, version)
-    errors = [line for line in (done.stderr if done else "").splitlines() if "Error: " in line] or ["no answer"]
-    return Check("mpi4jax", False, f"installed, but does not import: {errors[-1]}", site.rebuild_mpi4jax(library))
+    return Check("mpi4jax", False, f"installed, but does not import: {_last_line(done)}", site.rebuild_mpi4jax())
 
 
 def _this_rank(ctx: Any) -> dict[str, Any]:

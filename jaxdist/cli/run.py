@@ -9,10 +9,9 @@ from typing import Annotated
 import typer
 
 from jaxdist.connectors import site
-from jaxdist.launch.hosts import Host, parse_hosts, read_hostfile, that_answer, total_ranks
+from jaxdist.launch.hosts import Host, parse_hosts, that_answer, total_ranks
 from jaxdist.launch.job import LauncherName, choose, launch, program_command
 from jaxdist.launch.output import say
-from jaxdist.launch.processes import Failed
 
 _SOON = 15.0  # a job that fails within this many seconds has made no progress
 _ENOUGH = 6  # limit on such failures in a row
@@ -32,7 +31,6 @@ def run(
         LauncherName, typer.Option(help="mpirun, env (jaxdist starts the ranks on this machine), or auto.")
     ] = LauncherName.auto,
     prefix: Annotated[bool, typer.Option("--prefix", help="Write the rank before each line of output.")] = False,
-    only_rank: Annotated[int | None, typer.Option(min=0, help="Show the output of this rank only.")] = None,
     hosts: Annotated[str | None, typer.Option(help="Hosts and the number of ranks on each: node1:4,node2:4.")] = None,
     hostfile: Annotated[
         Path | None,
@@ -63,11 +61,10 @@ def run(
     try:
         if hosts is not None and hostfile is not None:
             raise ValueError("--hosts and --hostfile are mutually exclusive")
-        placed = read_hostfile(hostfile) if hostfile else parse_hosts(hosts) if hosts is not None else []
+        named = hostfile.read_text().splitlines() if hostfile else hosts.split(",") if hosts is not None else None
+        placed = parse_hosts(named) if named is not None else []
         size = total_ranks(placed, ranks) if placed else ranks or 1
         everywhere = placed, size
-        if only_rank is not None and only_rank >= size:
-            raise ValueError(f"--only-rank {only_rank} is not one of the {size} ranks")
         script = ["-m", *script] if is_module else script
         command = program_command(script)
         mpirun = choose(launcher, needs_mpi=os.environ.get("JAXDIST_COMMUNICATOR") == "mpi")
@@ -85,19 +82,15 @@ def run(
         soon = 0  # quick failures in a row
         for restart in itertools.count():
             environment["JAXDIST_RESTARTS"] = str(restart)
-            failed: list[Failed] = []  # stays empty if the user ended the job
             begin = time.monotonic()
-            code = launch(
-                command, size, mpirun, environment,
-                hosts=placed, prefix=prefix, only_rank=only_rank, on_failure=failed.append,
-            )  # fmt: skip
-            if not failed or restart == max_restarts:
-                raise typer.Exit(code)
+            ended = launch(command, size, mpirun, environment, hosts=placed, prefix=prefix)
+            if not ended.failed or restart == max_restarts:
+                raise typer.Exit(ended.code)
             soon = soon + 1 if time.monotonic() - begin < _SOON else 0
             if soon == _ENOUGH:
                 left = f"{max_restarts - restart} of --max-restarts {max_restarts} are left"
                 say(f"not restarted: the last {_ENOUGH} starts failed within {_SOON:g} s each. {left}")
-                raise typer.Exit(code)
+                raise typer.Exit(ended.code)
             time.sleep(2.0 ** (soon - 2) if soon > 1 else 0)  # a full disk or an unreachable host may recover
             if elastic:
                 placed, size = _again(*everywhere, placed, size, lanes)

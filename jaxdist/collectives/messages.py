@@ -72,7 +72,7 @@ class Messages:
             return self._to_self.popleft()
         name, end = self._name(source, ctx.rank), time.monotonic() + ctx.timeout
         while True:
-            left = source in ctx.control.notices.get("bye", {})  # known before the look that finds nothing
+            left = source in ctx.control.left  # known before the look that finds nothing
             try:
                 return ctx.control.take(name, source, min(_LOOK, max(0.001, end - time.monotonic())))
             except queue.Empty:
@@ -87,6 +87,7 @@ class Messages:
 
     def _name(self, source: int, to: int) -> str:
         self._counts[source, to] += 1
+        self._ctx.control.used = True
         return f"message {self._counts[source, to]}"
 
     def _rank(self, kind: str, name: str, value: Any) -> int:

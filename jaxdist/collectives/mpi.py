@@ -49,7 +49,7 @@ class HostMpi:
             self._comm = pairs.Create_group(pairs.Get_group(), 7000)
         self._mine[:] = fingerprint, ~fingerprint
         try:
-            if _WAITING in self._control.notices:
+            if _WAITING in self._control.tags:
                 self._ask(what)  # the others gave up before this rank arrived
             self._wait(self._comm.Iallreduce(self._mine, self._all, op=library().MAX), what)
         except BaseException as error:
@@ -63,9 +63,9 @@ class HostMpi:
         start = asked = time.monotonic()
         elsewhere = math.inf  # when others were first seen in a different call
         while not request.Test():
-            now, notices = time.monotonic(), self._control.notices
-            elsewhere = min(elsewhere, now) if notices else math.inf
-            patience = 0 if _WAITING in notices else _ELSEWHERE
+            now, tags = time.monotonic(), self._control.tags
+            elsewhere = min(elsewhere, now) if tags or self._control.left else math.inf
+            patience = 0 if _WAITING in tags else _ELSEWHERE
             if now > min(asked + self._ctx.timeout - self._grace, elsewhere + patience):
                 if request.Test():
                     return

@@ -75,18 +75,15 @@ def default_bucket_bytes(communicator: str | Rules, mesh: Mesh, machine: Machine
 
 
 # As seen in schedules of a 12-layer transformer for 8 H100s (`jaxdist plan`, docs/plan.md).
-_FOR_GPUS: tuple[dict[str, Any], ...] = (  # names in different XLA versions
+_FOR_GPUS: dict[str, Any] = {
     # This is off by default on the A100 and older, where nothing would overlap.
-    {"xla_gpu_enable_latency_hiding_scheduler": True},
+    "xla_gpu_enable_latency_hiding_scheduler": True,
     # Overlap a reduction at the end of a loop's body with the next turn, like reduce-scatters.
-    {
-        "xla_gpu_enable_pipelined_all_reduce": True,  # jax 0.10
-        "xla_gpu_pipeline_all_reduce": "COLLECTIVE_PIPELINING_MODE_ON",  # 0.12
-    },
+    compat.PIPELINED_ALL_REDUCE[0]: compat.PIPELINED_ALL_REDUCE[1],
     # The default of 30 MB merges the gathers of two layers: the result starts when the second may,
     # and ends before the first is used. Reductions may wait for each other.
-    {"xla_gpu_all_gather_combine_threshold_bytes": 4 << 20},
-)
+    "xla_gpu_all_gather_combine_threshold_bytes": 4 << 20,
+}
 
 
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
@@ -94,11 +91,7 @@ def compiler_options(mesh: Mesh) -> dict[str, Any]:
     if mesh.devices.flat[0].platform == "cpu":
         return {}
     own = os.environ.get("XLA_FLAGS", "")
-    options: dict[str, Any] = {}
-    for choices in _FOR_GPUS:
-        if not any(re.search(rf"\b{name}\b", own) for name in choices):
-            options.update([(k, v) for k, v in choices.items() if compat.compiler_knows(k, v)][:1])
-    return options
+    return {name: value for name, value in _FOR_GPUS.items() if not re.search(rf"\b{name}\b", own)}
 
 
 def _over_gloo(mesh: Mesh) -> bool:

@@ -11,8 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.compat.devices import cpus_elsewhere
-
 
 def on_compile(instead: Callable[[Callable[..., Any], Any], Any], program: Callable[..., Any]) -> None:
     """Have each program of this process compiled by `instead`, which is given JAX's own way to do it and the program.
@@ -62,20 +60,12 @@ def say_on_host(lowered: Any, arguments: Collection[int], kind: str) -> None:
         main.arg_attrs = ir.ArrayAttr.get(every)
 
 
-@functools.cache
-def compiler_knows(option: str, value: Any) -> bool:
-    """Whether this version of XLA has a compiler option: they come and go, and one that is not there is an error."""
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    one = NamedSharding(Mesh(cpus_elsewhere(1), ("one",)), PartitionSpec())
-    lowered = jax.jit(lambda x: x, in_shardings=one).lower(jax.ShapeDtypeStruct((), "float32"))
-    try:
-        lowered.compile(compiler_options={option: value})  # type: ignore[arg-type]
-    except jax.errors.JaxRuntimeError as error:
-        if "No such compile option" in str(error):
-            return False
-        raise
-    return True
+PIPELINED_ALL_REDUCE: tuple[str, Any] = (
+    ("xla_gpu_pipeline_all_reduce", "COLLECTIVE_PIPELINING_MODE_ON")
+    if jax.__version_info__ >= (0, 11)
+    else ("xla_gpu_enable_pipelined_all_reduce", True)
+)
+"""The compiler's option for all-reduces beside the next turn of a loop; one that a version lacks is an error."""
 
 
 def programs() -> Iterator[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,12 +46,10 @@ def quiet_distributed() -> None:
     """Switch off what jax.distributed does that harms a training job; before `initialize`.
 
     The preemption service installs a C++ SIGTERM handler that swallows the signal: the launcher's
-    SIGTERM would end nothing. The proxy check warns on every rank. Both flags exist in
-    jax 0.10-0.12; a version without them needs nothing.
+    SIGTERM would end nothing. The proxy check warns on every rank. Both flags exist in jax 0.10-0.12.
     """
     for name in ("jax_enable_preemption_service", "jax_check_proxy_envs"):
-        with contextlib.suppress(AttributeError):
-            jax.config.update(name, False)
+        jax.config.update(name, False)
 
 
 def mpi_status_ignore() -> int:

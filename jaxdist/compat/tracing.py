@@ -47,9 +47,8 @@ def checking_types() -> bool:
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
-    """Mesh axes over which a value of this type differs (0.10: `aval.mat.varying`; before: `aval.vma`)."""
-    manual = getattr(aval, "mat", None)
-    return manual.varying if manual is not None else getattr(aval, "vma", frozenset())
+    """Mesh axes over which a value of this type differs (no public access)."""
+    return aval.mat.varying
 
 
 def manual_axes() -> frozenset[str]:

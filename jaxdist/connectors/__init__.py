@@ -14,7 +14,7 @@ from jaxdist.connectors.base import ByBroadcast, Connector
 __all__ = ["VALID", "Connector", "choose", "connect"]
 
 VALID = ("auto", "mpi", "slurm", "env://", "tcp://host:port", "jax.distributed", "kubeflow", "ray", "local")
-_MEMBERS = ("name", "rank", "size", "local_rank", "local_size", "broadcast", "abort")
+_MEMBERS = ("name", "rank", "size", "local_rank", "local_size", "broadcast")
 
 
 def choose(env: Mapping[str, str] | None = None) -> str:
@@ -27,13 +27,9 @@ def choose(env: Mapping[str, str] | None = None) -> str:
     if env.get("JAXDIST_CONNECTOR", "auto") != "auto":
         return env["JAXDIST_CONNECTOR"]
     launched = launchers.by_mpi(env)
-    if launched is not None and launched.size == 1:
-        _refuse_alone(env, launched.by)
     if launched is not None and launched.certain:
         return _mpi_or_complain(launched)
     if env.get("RANK") or env.get("WORLD_SIZE"):
-        if env.get("WORLD_SIZE") == "1":
-            _refuse_alone(env, "WORLD_SIZE=1")
         return "env://"
     if launched is not None:
         return _mpi_or_complain(launched)
@@ -55,6 +51,13 @@ def connect(
     size: int | None = None,
 ) -> Connector:
     """Make the connector that `spec` names, with everyone there, or check the object that it is."""
+    found = _made(spec, timeout, rank, size)
+    if found.size == 1:
+        _refuse_alone(found, meant=not isinstance(spec, str) or "local" in (spec, os.environ.get("JAXDIST_CONNECTOR")))
+    return found
+
+
+def _made(spec: str | Connector | Any, timeout: float, rank: int | None, size: int | None) -> Connector:
     if not isinstance(spec, str):
         lacking = [m for m in _MEMBERS if not hasattr(spec, m)]
         if lacking:
@@ -90,14 +93,23 @@ def connect(
     return ByBroadcast("local", 0, 1, (0, 1), lambda obj: obj)
 
 
-def _refuse_alone(env: Mapping[str, str], what: str) -> None:
-    """Complain where something says that this process is alone, and a launcher that it is not."""
-    others = launchers.several(env)
+def _refuse_alone(found: Connector, *, meant: bool) -> None:
+    """Refuse to be alone where something knows of others: each would train by itself, as rank 0."""
+    rank, size = engines.initialized()
+    others = None if meant else launchers.several(os.environ)
+    if size > 1:
+        others = launchers.Launched("jax.distributed", rank, size, certain=True)
+        fix = "Leave the connector out, which takes these numbers, or say where the processes meet: tcp://HOST:PORT"
+    elif found.name == "mpi":
+        fix = f"The launcher and the MPI library here ({site.loaded()}) are different MPIs: {site.LOAD}"
+        if others is not None and others.by == "srun":
+            fix = "Its MPI and the one here are different MPIs: take connector 'slurm', or start with `srun --mpi=pmix`"
+    else:
+        fix = "Unset what is left over from another launcher, or set JAXDIST_CONNECTOR=local if that is meant"
     if others is not None:
-        raise ValueError(
-            f"{what} in the environment says that this process is alone, but {others.by} started it as rank "
-            f"{others.rank} of {others.size or 'several'}: each would train alone, as rank 0. Unset what is left over "
-            "from another launcher, or set JAXDIST_CONNECTOR=local if that is meant"
+        raise RuntimeError(
+            f"connector {found.name!r} finds this process alone, but {others.by} knows it as rank {others.rank} of "
+            f"{others.size or 'several'}: each would train by itself. {fix}"
         )
 
 

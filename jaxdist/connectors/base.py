@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from jaxdist.control.process import leave
-
 ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What connector env:// needs; of a process alone only the first two."""
 
@@ -25,10 +23,6 @@ class Connector(Protocol):
         """The root's small picklable object, on every process."""
         ...
 
-    def abort(self, code: int = 1, message: str = "") -> None:
-        """End this process now and, where the launcher can, the whole job."""
-        ...
-
 
 class ByBroadcast:
     """A process alone, or one that an engine has started: told who it is, and with a way to have a value of rank 0."""
@@ -42,10 +36,6 @@ class ByBroadcast:
         """The value of rank 0 on every process."""
         assert root == 0, root
         return self._share(obj)
-
-    def abort(self, code: int = 1, message: str = "") -> None:
-        """End this process; the others learn it over jaxdist's own channel, and an engine by the exit code."""
-        leave(code, message)
 
 
 def local_position(hosts: list[str], rank: int) -> tuple[int, int]:

@@ -25,7 +25,7 @@ _BY = "The controller sets them in each pod"
 
 def engine(env: Mapping[str, str]) -> str | None:
     """The connector for the engine that has started this process as one of several; None: there is none."""
-    if "jax" in sys.modules and _initialized()[1] > 1:
+    if "jax" in sys.modules and initialized()[1] > 1:
         return "jax.distributed"
     if any(name in env for name in _TRAINER) and env.get("JAX_NUM_PROCESSES") != "1":
         return "kubeflow"
@@ -46,7 +46,7 @@ def kubeflow(timeout: float) -> tcp.TcpConnector:
     return tcp.connect("kubeflow", timeout, env=given)
 
 
-def _initialized() -> tuple[int, int]:
+def initialized() -> tuple[int, int]:
     """Rank and size of `jax.distributed`; (0, 1): it is not initialized."""
     import jax
 
@@ -58,7 +58,7 @@ def _initialized() -> tuple[int, int]:
 def jax_distributed(timeout: float) -> ByBroadcast:
     from jaxdist import compat
 
-    rank, size = _initialized()
+    rank, size = initialized()
     store, number = compat.key_value_store(), 0
 
     def share_of(root: int, obj: Any) -> Any:

@@ -51,7 +51,7 @@ def by_mpi(env: Mapping[str, str]) -> Launched | None:
 def several(env: Mapping[str, str]) -> Launched | None:
     """What started this process as one of several (or may have); None: it is alone."""
     found, step = by_mpi(env), slurm.step(env)
-    if found is not None and found.size != 1:
+    if found is not None and found.size != 1 and (found.rank, found.size) != (0, None):  # which may be alone
         return found
     return Launched("srun", *step, certain=True) if step is not None and step[1] > 1 else None
 

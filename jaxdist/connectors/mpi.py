@@ -20,10 +20,7 @@ class MpiConnector:
 
     def __init__(self, timeout: float = 300.0):
         mpi = _wait_for_all_ranks_in_mpi_init(timeout)
-        world = mpi.COMM_WORLD
-        _refuse_alone(mpi.Get_library_version(), world.rank, world.size)
-        self._mpi = mpi
-        self.comm = world.Dup()
+        self.comm = mpi.COMM_WORLD.Dup()
         self.rank: int = self.comm.rank
         self.size: int = self.comm.size
         node = self.comm.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank)
@@ -34,10 +31,6 @@ class MpiConnector:
     def broadcast(self, obj: Any, root: int = 0) -> Any:
         """The root's picklable object, on every process."""
         return self.comm.bcast(obj, root)
-
-    def abort(self, code: int = 1, message: str = "") -> None:
-        """MPI_Abort: the launcher ends every process."""
-        self._mpi.COMM_WORLD.Abort(code)
 
 
 def load() -> Any:
@@ -72,24 +65,6 @@ def _wait_for_all_ranks_in_mpi_init(timeout: float) -> Any:
         return load()
     finally:
         faulthandler.cancel_dump_traceback_later()
-
-
-def _refuse_alone(library: str, rank: int, size: int) -> None:
-    """Complain where the launcher started several and MPI sees one: each would train alone, as rank 0."""
-    found = launchers.several(os.environ)
-    if found is None or (size == found.size if found.size else size > 1 or found.rank == 0):
-        return
-    fix = site.LOAD
-    if found.by == "srun":
-        fix = (
-            "under srun connector 'slurm' needs no MPI. Or start with what this library speaks: srun --mpi=pmix "
-            "(srun --mpi=list shows what there is)"
-        )
-    raise RuntimeError(
-        f"the launcher ({found.by}) started {found.size or 'several'} processes, this one as rank {found.rank}, but "
-        f"the MPI library in this process sees {size}: they are of different MPIs. Loaded: "
-        f"{library.splitlines()[0].strip()} ({site.loaded()}). To mend it, {fix}"
-    )
 
 
 def _open_mpi_settings() -> dict[str, str]:

@@ -16,21 +16,10 @@ _CANDIDATES = 8
 
 def first_host(nodelist: str) -> str:
     """The first host of a Slurm host list."""
-    host, rest = "", nodelist.strip()
-    while rest and rest[0] != ",":
-        if rest[0] == "[":
-            inside, closed, rest = rest[1:].partition("]")
-            if not closed or not inside:
-                raise ValueError(f"Slurm host list {nodelist!r}: a bracket does not close")
-            host += re.split(r"[-,]", inside)[0]
-        else:
-            plain = re.match(r"[^\[,]+", rest)
-            assert plain is not None
-            host += plain[0]
-            rest = rest[plain.end() :]
-    if not host or "]" in host:
+    first = re.match(r"(?:[^\[\],]+|\[[^\[\]]+\])+(?=,|$)", nodelist.strip())
+    if first is None:
         raise ValueError(f"Slurm host list {nodelist!r}: expected e.g. node[01-04] or a,b,c")
-    return host
+    return re.sub(r"\[([^-,\]]+)[^\]]*\]", r"\1", first[0])  # of what is in brackets, the first
 
 
 def step(env: Mapping[str, str]) -> tuple[int, int] | None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from jaxdist.connectors.base import ENV, local_position, need, read_int
 from jaxdist.control.channel import Control
-from jaxdist.control.process import leave
 
 _BY_HAND = (
     "Start each process with all of them, for example RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500; "
@@ -40,11 +39,6 @@ class TcpConnector:
     def broadcast(self, obj: Any, root: int = 0) -> Any:
         """The root's picklable object, on every process."""
         return self.control.broadcast(obj, root)
-
-    def abort(self, code: int = 1, message: str = "") -> None:
-        """End the job: the others hear `message` and end too."""
-        self.control.alarm(message or f"rank {self.rank} aborted the job (code {code})", code=code)
-        leave(code, message)
 
 
 def connect(

@@ -45,23 +45,24 @@ class Control:
         server: socket.socket | None = None,
         key: bytes | None = None,
         timeout: float = 300.0,
-        abort: Callable[[int, str], None] | None = None,
     ):
         self.rank, self.size = rank, size
-        self.process = Process(rank, abort)
-        # Of each exchange under way, and "bye": ranks, and their positions.
-        self.notices: dict[str, dict[int, int]] = {}
-        self.waiting: dict[int, Entry] = {}
+        self.process = Process(rank)
+        self.left: dict[int, int] = {}  # who has said goodbye, and its position
+        self.waiting: dict[int, Entry] = {}  # who waits in an exchange to which this rank has not come
+        self._waiting_in: dict[int, tuple[int, str]] = {}  # its number and its tag
         # Whom to ask where this rank is, and where others are: the ledger, and the watchdog.
         self.position: Callable[[], int] = lambda: 0
         self.whereabouts: Callable[[list[int]], str | None] = lambda late: ""
+        self.used = False  # by `send` or `recv`
         self._mail: dict[tuple[str, int], queue.SimpleQueue[Any]] = {}
         self.members = [Member(socket.gethostname(), os.getpid(), "127.0.0.1")]
         self._listeners: dict[str, Callable[[int, Any], None]] = {
             _MAIL: lambda rank, mail: self._box(mail[0], rank).put(mail[1])
         }
         self._exchange_lock = threading.Lock()  # one exchange at a time
-        self._answers: queue.SimpleQueue[tuple[str, str, Any]] = queue.SimpleQueue()
+        self._number = 0  # of the last one
+        self._answers: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self._closed = False
         self._lost = ""
         self._hub: Hub | None = None
@@ -111,28 +112,27 @@ class Control:
                 raise ControlError(f"rank {self.rank}: exchange {tag!r} after this rank said goodbye")
             if self._lost:
                 raise ControlError(f"rank {self.rank}: {self._lost}")
-            self._send(("enter", tag, value, Entry(self.position(), what or repr(tag))))
-            kind, got, payload = self._answer(tag, timeout)
+            self._number += 1
+            self._send(("enter", self._number, tag, value, Entry(self.position(), what or repr(tag))))
+            kind, _, payload = self._answer(tag, timeout)
         if kind == "error":
             self.process.stay_if_ending()
             raise ControlError(f"rank {self.rank}: {payload}")
-        assert got == tag, (got, tag)
         return payload
 
-    def _answer(self, tag: str, timeout: float | None) -> tuple[str, str, Any]:
+    def _answer(self, tag: str, timeout: float | None) -> tuple[str, int, Any]:
         """The hub's, to what was just entered."""
         turns = 0
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._answers.get(timeout=timeout)
-            here = self.notices.get(tag, {})
-            known = self.whereabouts([r for r in self.others if r not in here])
+            known = self.whereabouts([r for r in self.others if r not in self.waiting])
             if known is not None:
                 break
             turns += 1
             if turns.bit_count() == 1:  # 1, 2, 4, 8, ...
                 self.say(f"exchange {tag!r} has waited for {turns * (timeout or 0):g} s: others are busy in a step")
-        self._send(("timeout", timeout, known and f" {known}."))
+        self._send(("timeout", self._number, timeout, known and f" {known}."))
         with contextlib.suppress(queue.Empty):
             return self._answers.get(timeout=_ANSWER_SECONDS)
         raise ControlError(
@@ -219,6 +219,11 @@ class Control:
         return [r for r in range(self.size) if r != self.rank]
 
     @property
+    def tags(self) -> set[str]:
+        """The exchanges in which other ranks wait."""
+        return {tag for _, tag in list(self._waiting_in.values())}
+
+    @property
     def ending(self) -> bool:
         """Whether the job is known to have failed."""
         return self.process.ending
@@ -279,29 +284,26 @@ class Control:
                 self.process.end_because_of(lost(self.who(0), error), 0.0)
                 return
         self._lost = f"{self.who(0)} has already left"
-        self._answers.put(("error", "", self._lost))
-        self.deliver(("post", "gone", 0, None))
+        self._answers.put(("error", self._number, self._lost))
 
     def deliver(self, message: tuple[Any, ...]) -> None:
         """Act on what the hub says."""
         kind = message[0]
         if kind == "notice":
-            _, tag, rank, entry = message
-            self.notices.setdefault(tag, {})[rank] = entry.position
-            self.waiting[rank] = entry
+            _, number, tag, rank, entry = message
+            self.waiting[rank], self._waiting_in[rank] = entry, (number, tag)
             self._tell("enter", rank, entry)
         elif kind == "bye":
             _, rank, position = message
-            self.notices.setdefault("bye", {})[rank] = position
+            self.left[rank] = position
             self._tell("bye", rank, position)
         elif kind == "all left":
             self.process.over.set()
         elif kind == "post":
             self._tell(*message[1:])
         elif kind in ("result", "error"):
-            for tag in [message[1]] if kind == "result" else [t for t in self.notices if t != "bye"]:
-                self.notices.pop(tag, None)
-            self.waiting.clear()
+            for rank in [r for r, (number, _) in self._waiting_in.items() if number <= message[1]]:
+                del self.waiting[rank], self._waiting_in[rank]
             self._answers.put(message)  # type: ignore[arg-type]
         elif kind == "end":
             self.process.end_because_of(*message[1:])

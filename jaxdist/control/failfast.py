@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import sys
 import threading
@@ -24,63 +26,40 @@ _INTERRUPTED = 130  # what shells report for Ctrl-C
 _PRINT_SECONDS = 2.0  # for a traceback to be read
 
 
-def one_line_for_interrupts() -> None:
-    """Print one line for Ctrl-C, and no traceback; another hook than Python's own stays."""
-    if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _interrupt_hook
-
-
-def _interrupt_hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if not issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)
-    elif not _run_has_said_it():
-        print(f"[jaxdist] interrupted{_place(trace)}", file=sys.stderr)
-
-
-def _run_has_said_it() -> bool:
-    return "JAXDIST_RESTARTS" in os.environ  # set by `jaxdist run`
-
-
-def _place(trace: TracebackType | None) -> str:
-    return f" at {line}" if (line := users_line(trace)) else ""
-
-
 def install(control: Control) -> None:
     """End the whole job when this process meets an uncaught exception, in any thread.
 
-    The original traceback is printed, every line marked with the rank; the other ranks print one line that says which
-    rank failed and why; all end with a non-zero code. A hook that was installed before (IPython, rich) still prints in
-    its own way. `sys.exit` with a failing code on one rank ends the job too. A job of one process is left alone.
+    The traceback is printed, every line marked with the rank; the other ranks print one line that says which rank
+    failed and why; all end with a non-zero code. A hook that was installed before (IPython, rich) is called, too. A
+    script that ends by SystemExit with a failing code ends the job too. A job of one process is left alone.
     """
     if control.size == 1:
         return
     previous, previous_thread = sys.excepthook, threading.excepthook
-    ours = previous in (sys.__excepthook__, _interrupt_hook)
 
-    def end_with(kind: type[BaseException], error: BaseException | None, text: str, show: Callable[[], object]) -> None:
+    def end_with(error: BaseException, where: str, show: Callable[[], object] | None) -> None:
         control.process.hold()
         try:
-            if _print_marked(control.rank, text):
+            if _print_marked(control.rank, where + printed(error, error.__traceback__)) and show is not None:
                 show()
         finally:  # the hook that was there may fail of the error, too
-            _end(control, kind, error)
+            _end(control, error)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        show = None if previous is sys.__excepthook__ else lambda: previous(kind, error, trace)
         if not control.process.is_owner():  # a forked data worker: its parent will hear of it
             previous(kind, error, trace)
-        elif ours and issubclass(kind, KeyboardInterrupt):
-            _end_interrupted(control, _place(trace))
-        elif ours:
-            end_with(kind, error, printed(error, trace), lambda: None)
+        elif isinstance(error, KeyboardInterrupt):
+            _end_interrupted(control, users_line(trace))
         else:
-            end_with(kind, error, "uncaught exception:", lambda: previous(kind, error, trace))
+            end_with(error, "", show)
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
-        if not control.process.is_owner() or issubclass(args.exc_type, SystemExit):
+        show = None if previous_thread is threading.__excepthook__ else lambda: previous_thread(args)
+        if not control.process.is_owner() or args.exc_value is None or issubclass(args.exc_type, SystemExit):
             previous_thread(args)
         else:
-            text = f"uncaught exception in thread {args.thread.name if args.thread else ''}:"
-            end_with(args.exc_type, args.exc_value, text, lambda: previous_thread(args))
+            end_with(args.exc_value, f"in thread {args.thread.name if args.thread else ''}: ", show)
 
     sys.excepthook = hook
     threading.excepthook = thread_hook
@@ -88,38 +67,36 @@ def install(control: Control) -> None:
 
 
 def end(control: Control, error: BaseException) -> NoReturn:
-    """End the job for an error that is shown elsewhere: this rank prints nothing, the others say which one failed."""
+    """End the job for an error whose traceback is shown elsewhere."""
     control.process.hold()
-    _end(control, type(error), error)
+    _end(control, error)
 
 
-def may_be_aftermath(error: BaseException | None) -> bool:
+def may_be_aftermath(error: BaseException) -> bool:
     """Whether it may be an error that a rank meets only because another one is gone."""
-    return error is not None and all(
-        issubclass(type(one), _AFTERMATH) or "/gloo/" in message_of(one) for one in leaves(error)
-    )
+    return all(issubclass(type(one), _AFTERMATH) or "/gloo/" in message_of(one) for one in leaves(error))
 
 
-def _end(control: Control, kind: type[BaseException], error: BaseException | None) -> NoReturn:
+def _end(control: Control, error: BaseException) -> NoReturn:
     if may_be_aftermath(error) and control.process.told_to_end(_CAUSE_SECONDS):
         control.process.depart(control.process.code)
-    words = kind.__name__ if error is None else in_words(error)
+    line = users_line(error.__traceback__)
     # The first line of a message says most.
-    line = users_line(error.__traceback__) if error is not None else ""
-    text = f"{control.who(control.rank)} failed: {words.splitlines()[0]}{line and f' ({line})'}"
+    text = f"{control.who(control.rank)} failed: {in_words(error).splitlines()[0]}{line and f' ({line})'}"
     # A rank that did not come (to an exchange) shows where it was.
-    code = _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
-    control.alarm(text, code=code, stacks=issubclass(kind, ControlError))
-    control.process.depart(code, abort=True)
+    code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    control.alarm(text, code=code, stacks=isinstance(error, ControlError))
+    control.say(text)  # the others do not, if they fail at the same moment
+    control.process.depart(code, first=True)
 
 
-def _end_interrupted(control: Control, place: str) -> NoReturn:
+def _end_interrupted(control: Control, line: str) -> NoReturn:
     """End the job, with one line."""
     control.process.hold(quiet=True)
-    if not _run_has_said_it():
-        _print_marked(control.rank, f"interrupted{place}")
+    if "JAXDIST_RESTARTS" not in os.environ:  # `jaxdist run` has said it
+        _print_marked(control.rank, f"interrupted at {line}")
     control.alarm(f"{control.who(control.rank)} was interrupted", code=_INTERRUPTED)
-    control.process.depart(_INTERRUPTED, abort=True)
+    control.process.depart(_INTERRUPTED, first=True)
 
 
 def end_if_failed(control: Control) -> None:
@@ -130,7 +107,7 @@ def end_if_failed(control: Control) -> None:
         return
     ending = number & 0xFF or 1
     control.alarm(f"{control.who(control.rank)} ended its script with exit code {message_of(code, repr)}", code=ending)
-    control.process.depart(ending, abort=True)
+    control.process.depart(ending, first=True)
 
 
 def fail_at_exit(control: Control, message: str) -> None:
@@ -138,32 +115,31 @@ def fail_at_exit(control: Control, message: str) -> None:
     _print_marked(control.rank, message)
     if control.size > 1:
         control.alarm(f"{control.who(control.rank)}: {message}")
-        control.process.depart(1, abort=True)
+        control.process.depart(1, first=True)
     os._exit(1)
 
 
 def _watch_exit(control: Control) -> None:
-    """Note the code of the `sys.exit` that ends the script, before the functions of atexit run.
+    """Note the code of the SystemExit that ends the script, before the functions of atexit run.
 
     Python tells nobody: neither excepthook nor atexit. But the interpreter asks the exception for its `code`, with no
     frame of Python on the stack. (Python 3.8 to 3.13.)
     """
+    member = SystemExit.__dict__["code"]
 
-    class Exit(SystemExit):
-        @property
-        def code(self) -> Any:  # type: ignore[override]
-            code = super().code
-            if sys._getframe().f_back is None:
-                control.process.script_code = code
-            return code
+    def code(error: SystemExit) -> Any:
+        found = member.__get__(error)
+        if sys._getframe().f_back is None:
+            control.process.script_code = found
+        return found
 
-    Exit.__name__ = SystemExit.__name__
+    gc.get_referents(SystemExit.__dict__)[0]["code"] = property(code, member.__set__)
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
 
     def leave(status: Any = None, /) -> None:
-        # At the end of other threads Python knows SystemExit itself only.
-        raise (Exit if threading.current_thread() is threading.main_thread() else SystemExit)(status)
+        raise SystemExit(status)
 
-    # Python's own leaves making the exception to the interpreter, which then asks it nothing.
+    # Python 3.11's own leaves making the exception to the interpreter, which then asks it nothing.
     sys.exit = leave  # type: ignore[assignment]
 
 

@@ -5,9 +5,9 @@ All of it runs on the thread of the event loop; to send waits for nobody.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import threading
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from jaxdist.control import rendezvous
@@ -15,9 +15,6 @@ from jaxdist.control.rendezvous import Member
 from jaxdist.control.wire import Link
 
 PRINT_SECONDS = 0.3  # for the others to print the reason before the launcher kills them
-# Seconds for the other ranks to come before a mismatch is told: who has heard of it may be in its next call at once,
-# which would meet the failure of this one until everyone has.
-_GRACE = 0.5
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 
@@ -26,6 +23,14 @@ class Entry(NamedTuple):
 
     position: int  # calls of steps and eager collectives that it has entered before
     what: str  # names the exchange
+
+
+@dataclass
+class Exchange:
+    """One exchange, by its number: the same on every rank. Who comes late to one that has failed is told as well."""
+
+    entered: dict[int, tuple[str, Any, Entry]] = field(default_factory=dict)  # by rank: tag, value, place
+    failure: str = ""
 
 
 class Root(Protocol):
@@ -44,11 +49,8 @@ class Hub:
 
     def __init__(self, root: Root, links: dict[int, Link]):
         self.root, self.links = root, links
-        self.entered: dict[int, tuple[str, Any, Entry]] = {}
-        self.failure: str | None = None  # of the running exchange: late ranks are told as well
-        self.told: set[int] = set()
+        self.exchanges: dict[int, Exchange] = {}  # to which somebody has yet to come
         self.left: set[int] = set()
-        self.timer: asyncio.TimerHandle | None = None
         self.open = set(links)
         self.all_gone = threading.Event()
 
@@ -61,7 +63,6 @@ class Hub:
             self.open.discard(rank)
             if not self.open:
                 self.all_gone.set()
-            self.root.deliver(("post", "gone", rank, None))
             if not self.root.all_left(0):  # it has to wait for that
                 self.end_all(lost(self.root.who(rank), error), spare=rank)
 
@@ -80,10 +81,11 @@ class Hub:
         if kind == "enter":
             self.enter(rank, *message[1:])
         elif kind == "timeout":
-            if rank in self.entered and self.failure is None:
-                _, seconds, known = message
-                what = self.entered[rank][2].what
-                self.fail(f"exchange {what} timed out on rank {rank} after {seconds:g} s. {self.where()}{known}")
+            _, number, seconds, known = message
+            one = self.exchanges.get(number)
+            if one is not None and not one.failure:
+                what = f"exchange {one.entered[rank][2].what} timed out on rank {rank} after {seconds:g} s"
+                self.fail(number, f"{what}. {self.where(one)}{known}")
         elif kind == "post":
             _, tag, value, to = message
             for r in self.others(rank) if to is None else [to]:
@@ -92,8 +94,9 @@ class Hub:
             self.left.add(rank)
             for r in self.others(rank):
                 self.send(r, ("bye", rank, *message[1:]))
-            if self.entered:
-                self.fail(self.why_gone())
+            for number, one in list(self.exchanges.items()):
+                if not one.failure:
+                    self.fail(number, self.why_gone(one))
             if len(self.left) == self.root.size:
                 for r in self.others(-1):
                     self.send(r, ("all left",))
@@ -101,68 +104,54 @@ class Hub:
             _, text, code, stacks = message
             self.end_all(text, rank, code, 2 * PRINT_SECONDS, stacks)
 
-    def enter(self, rank: int, tag: str, value: Any, entry: Entry) -> None:
-        if self.failure is not None:
-            self.tell(rank)
-            return
-        self.entered[rank] = (tag, value, entry)
-        for r in self.others(rank):
-            self.send(r, ("notice", tag, rank, entry))
-        if self.left:
-            self.fail(self.why_gone())
-        elif len({t for t, *_ in self.entered.values()}) > 1:
-            if len(self.entered) == self.root.size:
-                self.mismatch()
-            elif self.timer is None:
-                self.timer = asyncio.get_running_loop().call_later(_GRACE, self.mismatch)
-        elif len(self.entered) == self.root.size:
-            values = [self.entered[r][1] for r in range(self.root.size)]
-            self.reset()
-            for r in self.others(-1):
-                self.send(r, ("result", tag, values))
+    def enter(self, rank: int, number: int, tag: str, value: Any, entry: Entry) -> None:
+        one = self.exchanges.setdefault(number, Exchange())
+        one.entered[rank] = tag, value, entry
+        if one.failure:
+            self.send(rank, ("error", number, one.failure))
+        else:
+            for r in self.others(rank):
+                self.send(r, ("notice", number, tag, rank, entry))
+            if self.left:
+                self.fail(number, self.why_gone(one))
+            elif len({t for t, *_ in one.entered.values()}) > 1:
+                self.fail(number, self.mismatch(one))
+            elif len(one.entered) == self.root.size:
+                values = [one.entered[r][1] for r in range(self.root.size)]
+                for r in self.others(-1):
+                    self.send(r, ("result", number, values))
+        if len(one.entered.keys() | self.left) == self.root.size:
+            self.exchanges.pop(number, None)
 
-    def mismatch(self) -> None:
-        if self.failure is None and len({t for t, *_ in self.entered.values()}) > 1:
-            self.fail(
-                f"the ranks are in different calls. {self.where()} Every rank must make the same jaxdist calls in the "
-                "same order: look for a call under `if rank == ...`, or loops of different length"
-            )
+    def mismatch(self, one: Exchange) -> str:
+        return (
+            f"the ranks are in different calls. {self.where(one)} Every rank must make the same jaxdist calls in the "
+            "same order: look for a call under `if rank == ...`, or loops of different length"
+        )
 
-    def why_gone(self) -> str:
+    def why_gone(self, one: Exchange) -> str:
         left = ", ".join(self.root.who(r) for r in sorted(self.left))
         return (
-            f"{left} has already left. {self.where()} Every rank must make the same jaxdist calls: "
+            f"{left} has already left. {self.where(one)} Every rank must make the same jaxdist calls: "
             "did it run fewer steps, end early, or is this call under a condition such as `if rank == 0`?"
         )
 
-    def where(self) -> str:
+    def where(self, one: Exchange) -> str:
         """Which rank is at which tag, and who is missing, with hosts and pids."""
         places: dict[str, list[int]] = {}
-        for rank, (_, _, entry) in sorted(self.entered.items()):
+        for rank, (_, _, entry) in sorted(one.entered.items()):
             places.setdefault(entry.what, []).append(rank)
         parts = [f"{rendezvous.ranks_in_words(ranks)} at {what}" for what, ranks in places.items()]
-        missing = [self.root.who(r) for r in range(self.root.size) if r not in self.entered and r not in self.left]
+        missing = [self.root.who(r) for r in range(self.root.size) if r not in one.entered and r not in self.left]
         if missing:
             parts.append("not there: " + ", ".join(missing))
         return "; ".join(parts) + "."
 
-    def fail(self, reason: str) -> None:
-        self.failure = reason
-        for rank in sorted(self.entered, reverse=True):
-            self.tell(rank)
-
-    def tell(self, rank: int) -> None:
-        assert self.failure is not None
-        self.told.add(rank)
-        reason = self.failure
-        if len(self.told | self.left) == self.root.size:
-            self.reset()  # everyone knows: the next exchange starts afresh
-        self.send(rank, ("error", "", reason))
-
-    def reset(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-        self.timer, self.failure, self.entered, self.told = None, None, {}, set()
+    def fail(self, number: int, reason: str) -> None:
+        one = self.exchanges[number]
+        one.failure = reason
+        for rank in sorted(one.entered, reverse=True):  # rank 0 last, as ever
+            self.send(rank, ("error", number, reason))
 
     def end_all(self, message: str, spare: int, code: int = 1, pause: float = 0.0, stacks: bool = False) -> None:
         for r in self.others(spare):

@@ -10,11 +10,10 @@ import secrets
 import socket
 from pathlib import Path
 
-OPEN = "none"  # JAXDIST_SECRET=none: no secret, on purpose
 _BYTES = 32
 _SET = (
     "set JAXDIST_SECRET to the same random string on every rank (`export JAXDIST_SECRET=$(openssl rand -hex 32)` "
-    f"before they are started), or to {OPEN!r} to let in anyone who reaches the port"
+    "before they are started)"
 )
 
 
@@ -31,8 +30,6 @@ def job_key(host: str, name: str) -> bytes:
     """
     given = os.environ.get("JAXDIST_SECRET")
     public = hashlib.sha256(f"jaxdist {name}".encode()).digest()
-    if given == OPEN:
-        return public
     if given:
         return hashlib.sha256(given.encode()).digest()
     try:
@@ -45,17 +42,16 @@ def job_key(host: str, name: str) -> bytes:
 
 
 def _kept(path: Path) -> bytes:
-    for _ in range(3):  # a network disk may say for a moment that the file is not there
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-                raise ValueError(f"{path} has to be yours, and for you alone: chmod 600 {path}, or {_SET}")
-            content = file.read(4 * _BYTES)
-            if len(content) < _BYTES:
-                raise ValueError(f"{path} holds no secret: delete it, or {_SET}")
-            return content
+    if not path.exists():
         _write(path)
-    raise OSError(f"{path} was written and has disappeared")
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise ValueError(f"{path} has to be yours, and for you alone: chmod 600 {path}, or {_SET}")
+        content = file.read(4 * _BYTES)
+    if len(content) < _BYTES:
+        raise ValueError(f"{path} holds no secret: delete it, or {_SET}")
+    return content
 
 
 def _write(path: Path) -> None:

@@ -20,13 +20,13 @@ _LEAVE_SECONDS = 2.0  # that rank 0 gives the others to end by themselves
 class Process:
     """Of one rank."""
 
-    def __init__(self, rank: int, abort: Callable[[int, str], None] | None = None):
+    def __init__(self, rank: int):
         self.alarmed = False
         self.code = 1
         self.script_code: Any = None  # that the script gave to `sys.exit`
         self.over = threading.Event()
         self.wait_gone: Callable[[float], bool] | None = None
-        self._rank, self._abort = rank, abort
+        self._rank = rank
         self._pid = os.getpid()
         self._held = self._quiet = False  # the main thread is about to end this process itself
         self._reason = threading.Event()  # the others told this rank to end
@@ -90,26 +90,15 @@ class Process:
         if self._reason.is_set() and not self._held and self.is_owner():
             self.stay()
 
-    def depart(self, code: int, *, abort: bool = False) -> NoReturn:
-        """End this process, rank 0 last: it hosts JAX's coordinator, whose loss makes JAX abort the others before they
-        can say why."""
+    def depart(self, code: int, *, first: bool = False) -> NoReturn:
+        """End this process now, whatever its main thread does: the first to end when the others had time to print why,
+        and rank 0 last: it hosts JAX's coordinator, whose loss makes JAX abort the others before they can."""
         if self.wait_gone is not None:
-            abort = not self.wait_gone(_LEAVE_SECONDS) or abort
-        elif abort:
+            self.wait_gone(_LEAVE_SECONDS)
+        elif first:
             time.sleep(PRINT_SECONDS)
-        leave(code, "", self._abort if abort else None)
-
-
-def leave(code: int, message: str = "", abort: Callable[[int, str], None] | None = None) -> NoReturn:
-    """End this process now, from any thread, whatever the main thread is doing."""
-
-    def gently() -> None:
-        streams.flush()
-        if abort is not None:
-            abort(code, message)
-
-    within(3.0, gently)
-    os._exit(code)
+        within(SAY_SECONDS, streams.flush)
+        os._exit(code)
 
 
 def within(seconds: float, act: Callable[[], object]) -> bool:

@@ -7,22 +7,18 @@ import contextlib
 import errno
 import fcntl
 import ipaddress
-import math
 import os
 import socket
 import struct
-import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jaxdist import streams
 from jaxdist.control.keys import is_loopback
 from jaxdist.control.wire import SECONDS, Link
 
 # Seconds without a sign of a host before it is taken for lost; in between the job's timeout.
 _SILENCE_LEAST, _SILENCE_MOST = 3.0, 30.0
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B  # linux/sockios.h
-_SPARE = 64  # connections that may be in the proof beside those of the ranks
 _TURNED_AWAY_SECONDS = 10.0  # after which a rank says that it is
 
 
@@ -97,23 +93,13 @@ async def gather(server: socket.socket, size: int, key: bytes, timeout: float, a
     """Rank 0: take in the other `size - 1` ranks, then tell each of them who is there."""
     door = _Door(server, size, key, timeout)
     accepting = asyncio.ensure_future(door.accept())
+    asyncio.get_running_loop().call_later(timeout, door.give_up, f"{timeout:g} s at {address}")
     try:
-        async with asyncio.timeout(timeout):
-            await door.done
-    except TimeoutError:
-        missing = [r for r in range(1, size) if r not in door.links]
-        others = door.turned_away + len(door.waiting)
-        reason = (
-            f"rank 0 waited {timeout:g} s at {address} and {len(door.links) + 1} of {size} ranks came; missing: "
-            f"{ranks_in_words(missing)}. Were they started, did they fail before init (see their output), and can they "
-            "reach this address?"
-        )
-        if others:
-            reason += f" {others} connection{'s' * (others > 1)} came without the secret of this job"
-        door.refuse(TimeoutError(reason))
-        raise TimeoutError(reason) from None
-    except ValueError as error:
-        door.refuse(error)
+        await door.done
+    except (TimeoutError, ValueError) as error:
+        for link in door.links.values():  # all who came hear why there will be no job
+            link.send(error)
+            link.close()
         raise
     finally:
         for task in [accepting, *door.waiting]:
@@ -132,32 +118,34 @@ class _Door:
         self.links: dict[int, Link] = {}
         self.members = {0: Member(socket.gethostname(), os.getpid(), loopback("localhost"))}
         self.turned_away = 0
-        self.waiting: dict[asyncio.Task[None], None] = {}  # oldest first
+        self.waiting: set[asyncio.Task[None]] = set()
         self._server, self._size, self._key, self._timeout = server, size, key, timeout
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def refuse(self, error: Exception) -> None:
-        """Tell all who came why there will be no job."""
-        for link in self.links.values():
-            link.send(error)
-            link.close()
+    def give_up(self, waited: str) -> None:
+        if self.done.done():
+            return
+        others = self.turned_away + len(self.waiting)
+        missing = ranks_in_words([r for r in range(1, self._size) if r not in self.links])
+        reason = (
+            f"rank 0 waited {waited} and {len(self.links) + 1} of {self._size} ranks came; missing: {missing}. Were "
+            "they started, did they fail before init (see their output), and can they reach this address?"
+        )
+        if others:
+            reason += f" {others} connection{'s' * (others > 1)} came without the secret of this job"
+        self.done.set_exception(TimeoutError(reason))
 
     async def accept(self) -> None:
-        loop = asyncio.get_running_loop()
         self._server.setblocking(False)
         while True:
-            full = len(self.waiting) >= self._size + _SPARE
             try:
-                sock, _ = await loop.sock_accept(self._server)
-            except OSError:  # out of descriptors, say
-                full = True
+                sock, _ = await asyncio.get_running_loop().sock_accept(self._server)
+            except OSError:  # out of descriptors, say, until those who prove nothing have had their time
                 await asyncio.sleep(0.05)
-            else:
-                task = asyncio.ensure_future(self._let_in(sock))
-                self.waiting[task] = None
-                task.add_done_callback(lambda task: self.waiting.pop(task, None))
-            if full and self.waiting:  # who waits longest has had its time
-                next(iter(self.waiting)).cancel()
+                continue
+            task = asyncio.ensure_future(self._let_in(sock))
+            self.waiting.add(task)
+            task.add_done_callback(self.waiting.discard)
 
     async def _let_in(self, sock: socket.socket) -> None:
         link, ours = None, False
@@ -208,81 +196,63 @@ def _problem(rank: int, their_size: int, member: Member, size: int, members: dic
 
 async def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: bytes, timeout: float) -> Joined:
     """Another rank: reach rank 0 at one of `addresses`, trying again until `timeout`."""
-    deadline = time.monotonic() + timeout
-    say_after = time.monotonic() + _TURNED_AWAY_SECONDS
     names = " or ".join(f"tcp://{h}:{p}" for h, p in addresses[:4])
     last, pause, reached = "no attempt was made", 0.02, False
-    while True:
-        for name, port in addresses:
-            host = loopback(name)
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(
-                    f"rank {rank} could not reach {names} within {timeout:g} s (last: {last}): is "
-                    "rank 0 started and in jaxdist.init, is the address right, does a firewall "
-                    "close the port?"
-                )
-            try:
-                link = await _knock(host, port, key, min(left, SECONDS))
-            except OSError as error:  # TimeoutError is one
-                if reached and isinstance(error, ConnectionRefusedError):
-                    raise ConnectionError(
-                        f"rank {rank} reached {names}, then rank 0 ended before all ranks were there"
-                    ) from None
-                last = str(error) or "timed out"
-                continue
-            if link is not None:
-                _watch_silence(link.sock, timeout)
-                link.send((rank, size, Member(socket.gethostname(), os.getpid(), _plain(link.sock.getsockname()[0]))))
-                try:
-                    return {0: link}, await _answer(link, rank, deadline, names)
-                except (EOFError, ConnectionError) as error:  # on the way, or of rank 0's end
-                    last, reached = str(error), True
-                    link.close()
-                    continue
-                except Exception:
-                    link.close()
-                    raise
-            last = (
-                f"something answers at {name}:{port}, but it is not rank 0 of this job (another job, program or user, "
-                "or another secret: set JAXDIST_SECRET to the same random string on every rank)"
-            )
-            if time.monotonic() > say_after:
-                say_after = math.inf  # once
-                streams.write(f"[jaxdist rank {rank}] {last}; trying on for {left:.0f} s\n")
-        await asyncio.sleep(min(pause, max(0.0, deadline - time.monotonic())))
-        pause = min(0.5, pause * 1.5)
+    limit = asyncio.timeout(timeout)
+    try:
+        async with limit:
+            while True:
+                for name, port in addresses:
+                    link = None
+                    try:
+                        link = await _knock(loopback(name), port, key)
+                        _watch_silence(link.sock, timeout)
+                        ip = _plain(link.sock.getsockname()[0])
+                        link.send((rank, size, Member(socket.gethostname(), os.getpid(), ip)))
+                        if not reached:  # rank 0 names the missing ranks when its own time is up
+                            limit.reschedule((limit.when() or 0) + SECONDS)
+                        reached, last = True, "rank 0 is there, and another rank did not come"
+                        answer = await link.receive()
+                    except (OSError, EOFError) as error:  # TimeoutError is one
+                        if reached and isinstance(error, ConnectionRefusedError):
+                            raise ConnectionError(
+                                f"rank {rank} reached {names}, then rank 0 ended before all ranks were there"
+                            ) from None
+                        last = str(error) or "timed out"
+                        if link is not None:
+                            link.close()
+                        continue
+                    if isinstance(answer, Exception):
+                        raise type(answer)(f"rank {rank} was refused by rank 0: {answer}")
+                    return {0: link}, answer
+                await asyncio.sleep(pause)
+                pause = min(0.5, pause * 1.5)
+    except TimeoutError:
+        if not limit.expired():  # that of rank 0
+            raise
+        raise TimeoutError(
+            f"rank {rank} could not join the job at {names} within {timeout:g} s (last: {last}): is rank 0 started and "
+            "in jaxdist.init, is the address right, does a firewall close the port?"
+        ) from None
 
 
-async def _knock(host: str, port: int, key: bytes, seconds: float) -> Link | None:
-    """A link to rank 0; None: somebody else answers."""
-    sock = await asyncio.to_thread(socket.create_connection, (host, port), seconds)
-    if sock.getsockname() == sock.getpeername():
-        # TCP self-connect: a free port of the ephemeral range dialled itself
-        sock.close()
-        raise ConnectionRefusedError("nobody listens there")
-    link = await Link.over(sock)
-    with contextlib.suppress(OSError, EOFError):
-        async with asyncio.timeout(SECONDS):
+async def _knock(host: str, port: int, key: bytes) -> Link:
+    """A link to rank 0; raises an OSError if nobody answers in time, or somebody else does."""
+    async with asyncio.timeout(SECONDS):
+        sock = await asyncio.to_thread(socket.create_connection, (host, port), SECONDS)
+        if sock.getsockname() == sock.getpeername():
+            # TCP self-connect: a free port of the ephemeral range dialled itself
+            sock.close()
+            raise ConnectionRefusedError("nobody listens there")
+        link = await Link.over(sock)
+        with contextlib.suppress(OSError, EOFError):
             if await link.prove_rank(key):
                 return link
     link.close()
-    return None
-
-
-async def _answer(link: Link, rank: int, deadline: float, names: str) -> list[Member]:
-    """What rank 0 says when all are there, or its time is up."""
-    try:
-        # Rank 0 names the missing ranks when its own time is up: leave it room to say so.
-        async with asyncio.timeout(max(0.0, deadline - time.monotonic()) + SECONDS):
-            answer = await link.receive()
-    except TimeoutError:
-        raise TimeoutError(
-            f"rank {rank} reached {names}, but the job was not complete in time: some other rank did not come"
-        ) from None
-    if isinstance(answer, Exception):
-        raise type(answer)(f"rank {rank} was refused by rank 0: {answer}")
-    return answer
+    raise ConnectionError(
+        f"something answers at {host}:{port}, but it is not rank 0 of this job (another job, program or user, or "
+        "another secret: set JAXDIST_SECRET to the same random string on every rank)"
+    )
 
 
 def _watch_silence(sock: socket.socket, timeout: float) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 @contextlib.contextmanager
 def folder(prefix: str) -> Iterator[str]:
     """A new folder for this user alone, removed at the end."""
-    path, lock = make(prefix)
+    _remove_leftovers(prefix)
+    path, lock = _locked(prefix)
     try:
         yield path
     finally:
@@ -22,32 +23,16 @@ def folder(prefix: str) -> Iterator[str]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def make(prefix: str) -> tuple[str, int]:
+def _locked(prefix: str) -> tuple[str, int]:
     """A new folder, and a descriptor: it is in use for as long as that is open."""
-    _remove_leftovers(prefix)
-    while True:
+    while True:  # another job may take it for a leftover before it is locked
         path = tempfile.mkdtemp(prefix=prefix)
-        try:
-            lock = use(path)
-        except (FileNotFoundError, BlockingIOError):  # another job takes it for a leftover
-            continue
-        except OSError:
-            Path(path).rmdir()
-            raise
-        if Path(path).exists():
-            return path, lock
-        os.close(lock)
-
-
-def use(path: str) -> int:
-    """Keep others from removing a folder for as long as the descriptor that this returns is open."""
-    lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise
-    return lock
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if Path(path).exists():
+                return path, lock
+            os.close(lock)
 
 
 def _remove_leftovers(prefix: str) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple, TypeGuard
@@ -110,24 +109,6 @@ class Watchdog:
                 absent.append(f"{who} has entered {report.position} calls and is at {report.at}")
         return "; ".join(absent) or None
 
-    @contextlib.contextmanager
-    def over(self, what: str) -> Iterator[None]:
-        """Watch over native code in which all ranks wait for each other, and which can't say who does not come."""
-        ended = threading.Event()
-
-        def watch() -> None:
-            while not ended.wait(self._timeout):
-                where = self.whereabouts(self._control.others)
-                if where is not None and not ended.is_set():
-                    self._control.fail(f"{what} has taken longer than {self._timeout:g} s: {where}")
-                    return
-
-        threading.Thread(target=watch, name="jaxdist-start", daemon=True).start()
-        try:
-            yield
-        finally:
-            ended.set()
-
     def _watch(self) -> None:
         pause = min(5.0, max(0.05, self._timeout / 20))
         watched: ActiveCall | None = None
@@ -146,7 +127,7 @@ class Watchdog:
                 watched = newest
 
     def _judge(self, call: ActiveCall, newest: ActiveCall) -> None:
-        left = self._control.notices.get("bye", {})
+        left = self._control.left
         absent = self.whereabouts([r for r in self._control.others if r not in left], call.position)
         where = f"{call.what}: rank {self._control.rank} has waited for {time.monotonic() - call.since:.0f} s"
         if call.finished() or newest.finished():  # while we asked

@@ -47,19 +47,18 @@ class Host:
         return is_loopback(self.name) or self.name.split(".")[0] == own_name.split(".")[0]
 
 
-def parse_hosts(text: str) -> list[Host]:
-    """The hosts of `node1:2,node2:2`, in that order."""
-    return _collect((f"--hosts, entry {i}", entry.strip()) for i, entry in enumerate(text.split(","), 1))
-
-
-def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of a file: a line each, `#` starts a comment."""
-    lines = path.read_text().splitlines()
-    plain = ((f"{path}, line {i}", line.partition("#")[0].strip()) for i, line in enumerate(lines, 1))
-    hosts = _collect((where, line) for where, line in plain if line)
+def parse_hosts(entries: Iterable[str]) -> list[Host]:
+    """The hosts of `node1:2,node2:2`, or of the lines of a file, in that order; `#` starts a comment."""
+    hosts: dict[str, Host] = {}
+    for entry in filter(None, (entry.partition("#")[0].strip() for entry in entries)):
+        match = _LINE.fullmatch(entry)
+        slots = int(match["after_colon"] or match["slots"] or 1) if match else 0
+        if match is None or slots < 1 or match["name"] in hosts:
+            raise ValueError(f"{entry!r} is not a host with its slots, or one that is there twice; expected {_FORMS}")
+        hosts[match["name"]] = Host(match["name"], slots)
     if not hosts:
-        raise ValueError(f"{path} names no host; expected lines like {_FORMS}")
-    return hosts
+        raise ValueError(f"no host is named; expected {_FORMS}")
+    return list(hosts.values())
 
 
 def total_ranks(hosts: list[Host], asked: int | None) -> int:
@@ -71,26 +70,6 @@ def total_ranks(hosts: list[Host], asked: int | None) -> int:
             f"-n {asked}, but the hosts have {slots} slots ({listed}): leave out -n, or change the slots of the hosts"
         )
     return slots
-
-
-def _collect(entries: Iterable[tuple[str, str]]) -> list[Host]:
-    hosts: dict[str, Host] = {}
-    for where, entry in entries:
-        host = _host(where, entry)
-        if host.name in hosts:
-            raise ValueError(f"{where}: {host.name} is there twice; give it once, with all of its slots")
-        hosts[host.name] = host
-    return list(hosts.values())
-
-
-def _host(where: str, entry: str) -> Host:
-    match = _LINE.fullmatch(entry)
-    if match is None:
-        raise ValueError(f"{where}: {entry!r} is not a host; expected {_FORMS}")
-    count = int(match["after_colon"] or match["slots"] or 1)
-    if count < 1:
-        raise ValueError(f"{where}: {entry!r} has no slots; leave the host out, or give it at least one")
-    return Host(match["name"], count)
 
 
 def forwarded_environment() -> dict[str, str]:

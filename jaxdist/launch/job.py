@@ -15,11 +15,9 @@ from jaxdist.connectors import site
 from jaxdist.control import scratch
 from jaxdist.launch.command import ASK_TO_END, Command, under_mpirun
 from jaxdist.launch.hosts import Host, check_hosts, forwarded_environment
-from jaxdist.launch.mpi import Mpirun, find_mpirun, mpi_library, split_tag
-from jaxdist.launch.output import LineFilter, say
-from jaxdist.launch.processes import Failed, run_job
-
-_RANKS_A_CORE = 64  # each is a Python with JAX, of 80 MiB before it has done anything
+from jaxdist.launch.mpi import Mpirun, find_mpirun, split_tag
+from jaxdist.launch.output import LineFilter
+from jaxdist.launch.processes import Ended, Job
 
 
 class LauncherName(StrEnum):
@@ -58,20 +56,11 @@ def choose(launcher: LauncherName, needs_mpi: bool) -> Mpirun | None:
         if must:
             raise ValueError(f"no mpirun in this environment or on PATH: {site.install()}")
         return None
-    if importlib.util.find_spec("mpi4py") is None:
-        if must and launcher is not LauncherName.mpirun:
+    if importlib.util.find_spec("mpi4py") is None and launcher is not LauncherName.mpirun:
+        if must:
             raise ValueError(f"mpi4py is not installed: {site.install()}")
-        return mpirun if must else None
-    library = mpi_library()
-    if not library.problem and mpirun.fits(library):
-        return mpirun
-    what = f"{mpirun.path} is {mpirun.version}, but {library.problem or f'mpi4py loads {library.version}'}"
-    if must:
-        raise ValueError(
-            f"{what}: the ranks would not find each other. Do without mpirun (--launcher env), or {site.LOAD}"
-        )
-    say(f"without mpirun. ({what}; to use it, {site.LOAD})")
-    return None
+        return None
+    return mpirun
 
 
 def launch(
@@ -82,14 +71,8 @@ def launch(
     *,
     hosts: Sequence[Host] = (),
     prefix: bool = False,
-    only_rank: int | None = None,
-    on_failure: Callable[[Failed], None],
-) -> int:
-    """Run a job to its end, from the main thread; returns 0, or the exit code of what failed first."""
-    if not hosts and size > _RANKS_A_CORE * cores():
-        raise ValueError(
-            f"{size} ranks on {cores()} cores: expected at most {_RANKS_A_CORE} for each; --hosts has more"
-        )
+) -> Ended:
+    """Run a job to its end, from the main thread."""
     environment = {
         "JAXDIST_CONNECTOR": "env://" if mpirun is None else "mpi",
         # Python orders a set of strings anew in each process: a step that loops over one differs between ranks.
@@ -98,20 +81,15 @@ def launch(
         **environment,
     }
 
-    def shown(rank: int | None, line: bytes) -> bytes | None:
-        if rank is None:  # mpirun's own words, or nobody's in particular
-            return line
-        if only_rank not in (None, rank):
-            return None
-        return b"[%d] %b" % (rank, line) if prefix else line
+    def shown(rank: int | None, line: bytes) -> bytes:
+        return b"[%d] %b" % (rank, line) if prefix and rank is not None else line  # None: mpirun's own words
 
     with scratch.folder("jaxdist-run-") as folder:
         if mpirun is not None:
-            tag = prefix or only_rank is not None
-            commands = [_under_mpirun(mpirun, command, size, hosts, environment, folder, shown, tag)]
+            commands = [_under_mpirun(mpirun, command, size, hosts, environment, folder, shown, prefix)]
         else:
-            commands = _on_this_machine(command, size, environment, shown, direct=not prefix and only_rank is None)
-        return run_job(commands, on_failure=on_failure)
+            commands = _on_this_machine(command, size, environment, shown, direct=not prefix)
+        return Job(commands).run()
 
 
 def _under_mpirun(
@@ -121,7 +99,7 @@ def _under_mpirun(
     hosts: Sequence[Host],
     environment: dict[str, str],
     folder: str,
-    shown: Callable[[int | None, bytes], bytes | None],
+    shown: Callable[[int | None, bytes], bytes],
     tag: bool,
 ) -> Command:
     check_hosts(hosts)  # MPICH waits for ever for a host that it can't reach
@@ -146,7 +124,7 @@ def _on_this_machine(
     command: list[str],
     size: int,
     environment: Mapping[str, str],
-    shown: Callable[[int | None, bytes], bytes | None],
+    shown: Callable[[int | None, bytes], bytes],
     *,
     direct: bool,
 ) -> list[Command]:

@@ -1,7 +1,6 @@
 """The mpirun that belongs to this environment, and how to call it."""
 
 import functools
-import importlib.util
 import ipaddress
 import os
 import re
@@ -55,8 +54,7 @@ class Mpirun:
             options += ["-prepend-rank"] if tag else []
             options += ["-hosts", where] if where else []
         else:
-            if tag:
-                options += ["--output", "tag"] if self._major() >= 5 else ["--tag-output"]
+            options += ["--tag-output"] if tag else []
             options += ["--bind-to", "none"] if spread else []
             # Slot by slot: with `:oversubscribe` alone, which people export for use on one machine, Open MPI 5 puts all
             # ranks on the first host, and without it refuses more slots than cores.
@@ -76,14 +74,6 @@ class Mpirun:
             **(ROOT_ENV if os.geteuid() == 0 else {}),
             **({"OMPI_MCA_btl_tcp_if_include": network} if network else {}),
         }
-
-    def fits(self, library: "Library") -> bool:
-        """Whether it is of the same MPI as a library, as far as is known."""
-        return self.family == library.family or "unknown" in (self.family, library.family)
-
-    def _major(self) -> int:
-        match = re.search(r"\)\s+(\d+)\.", self.version)
-        return int(match.group(1)) if match else 5
 
 
 def _shared_network(hosts: Sequence[Host]) -> str | None:
@@ -109,31 +99,25 @@ def _shared_network(hosts: Sequence[Host]) -> str | None:
     return str(shared.pop()) if len(shared) == 1 else None
 
 
-def outside_environment() -> dict[str, str]:
-    """The environment without an MPI launcher's: with it, a child of a rank would take itself for that rank."""
+def run_outside(argv: list[str], seconds: float) -> "subprocess.CompletedProcess[str] | None":
+    """Run a program outside of any MPI job to its end; None if it can't be run, or takes longer than this."""
+    # With an MPI launcher's variables a child of a rank would take itself for that rank.
     launchers = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL", "OPAL_", "MV2_COMM_", "MVP_COMM_")
-    return {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
-
-
-def python_probe(code: str) -> "subprocess.CompletedProcess[str] | None":
-    """Runs `code` in a Python of its own; None if it never came back."""
-    return _run([sys.executable, "-c", code], 120)
-
-
-def _run(argv: list[str], seconds: float) -> "subprocess.CompletedProcess[str] | None":
-    """Runs a program outside of any MPI job to its end; None if it can't be run, or takes longer than this."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
     try:
         return subprocess.run(
-            argv,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            env=outside_environment(),
+            argv, env=env, timeout=seconds, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
+
+
+def family_of(text: str) -> Family:
+    """Whose MPI describes itself so."""
+    if "Open MPI" in text or "OpenRTE" in text:
+        return "openmpi"
+    mpich = any(name in text.upper() for name in ("HYDRA", "MPICH", "INTEL(R) MPI", "MVAPICH"))  # one ABI, and hydra
+    return "mpich" if mpich else "unknown"
 
 
 @functools.cache
@@ -143,59 +127,16 @@ def find_mpirun() -> Mpirun | None:
     path = str(own) if os.access(own, os.X_OK) else shutil.which("mpirun")
     if path is None:
         return None
-    done = _run([path, "--version"], 20)
+    done = run_outside([path, "--version"], 20)
     if done is None:
         return None
     text = done.stdout + done.stderr
-    family: Family = "unknown"
-    if "Open MPI" in text or "OpenRTE" in text:
-        family = "openmpi"
-    elif any(name in text.upper() for name in ("HYDRA", "MPICH", "INTEL(R) MPI", "MVAPICH")):
-        family = "mpich"
+    family = family_of(text)
     version = next((line.strip() for line in text.splitlines() if line.strip()), "")
     number = re.search(r"Version:\s*(\S+)", text) if family == "mpich" else None
     if number is not None:  # hydra's first line is a title
         version = f"MPICH (hydra) {number.group(1)}"
     return Mpirun(Path(path), family, version)
-
-
-# Without jaxdist, which would import JAX.
-_ASK_MPI4PY = r"""
-import mpi4py, re
-mpi4py.rc.initialize = False
-from mpi4py import MPI
-print(MPI.Get_library_version().splitlines()[0])
-print(next(iter(re.findall(r"/\S*/libmpi(?:ch)?\.so\S*", open("/proc/self/maps").read())), ""))
-"""
-
-
-@dataclass(frozen=True)
-class Library:
-    """The MPI library that mpi4py loads here."""
-
-    family: Family = "unknown"
-    version: str = ""
-    path: str = ""
-    problem: str = ""
-
-
-@functools.cache
-def mpi_library() -> Library:
-    """What mpi4py loads, asked in a process of its own: loading it here would make the launcher an MPI process."""
-    if importlib.util.find_spec("mpi4py") is None:
-        return Library(problem="mpi4py is not installed")
-    done = python_probe(_ASK_MPI4PY)
-    if done is None:
-        return Library(problem="mpi4py gave no answer within two minutes")
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines()
-        return Library(problem=f"mpi4py loads no MPI library: {lines[-1] if lines else 'it says nothing'}")
-    first, path = done.stdout.splitlines()[-2:]
-    version = re.sub(r"\s+", " ", first.split(",")[0].strip()).rstrip("\x00")
-    if "Open MPI" in version:
-        return Library("openmpi", version, path)
-    mpich = any(name in version.upper() for name in ("MPICH", "INTEL", "MVAPICH"))  # one ABI, and hydra
-    return Library("mpich" if mpich else "unknown", version, path)
 
 
 _TAG = re.compile(

@@ -26,7 +26,7 @@ from jaxdist.runtime.transfer import Pickler, ResultPickler
 
 T = TypeVar("T")
 
-# Ctrl-C while JAX is imported ends the rank without a traceback; `main` takes over.
+# Ctrl-C before the rank has joined the job ends it without a traceback; `main` takes over.
 _START = """import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 sys.path[:] = {path!r}
@@ -68,7 +68,6 @@ def spawn(
       RuntimeError: a rank ended without an exception, or with one that cannot be sent; or this process is a rank of a
         job, or this is not its main thread.
       TypeError: the function, or an object that it uses, cannot be sent.
-      ValueError: the machine has no room for this many ranks.
 
     Example:
       >>> import jaxdist
@@ -80,7 +79,6 @@ def spawn(
     """
     from jaxdist.launch.job import launch  # here: a rank needs none of it
     from jaxdist.launch.output import NOT_WRITTEN
-    from jaxdist.launch.processes import Failed
 
     _check(n)
     with scratch.folder("jaxdist-spawn-") as name:
@@ -88,14 +86,12 @@ def spawn(
         _write_task(folder, fn, tuple(args), dict(kwargs or {}))
         command = [sys.executable, "-c", _START.format(path=sys.path, folder=name)]
         environment = {"PYTHONUNBUFFERED": "1", "JAXDIST_RESTARTS": "0", "JAXDIST_COMMUNICATOR": "xla"}
-        failed: list[Failed] = []
-        code = launch(command, n, None, environment, prefix=prefix, on_failure=failed.append)
-        if code == 0 or (code == NOT_WRITTEN and not failed):
+        ended = launch(command, n, None, environment, prefix=prefix)
+        if ended.code in (0, NOT_WRITTEN) and not ended.failed:
             return [pickle.loads((folder / f"result of rank {rank}").read_bytes()) for rank in range(n)]
-        if not failed:  # a signal that came to this process, and went on to the ranks
-            signal.raise_signal(code - 128)
-            failed.append(Failed("a rank", code))
-        raise _error(folder, *failed[0], n)
+        if not ended.failed:  # a signal that came to this process, and went on to the ranks
+            signal.raise_signal(ended.code - 128)
+        raise _error(folder, ended.failed or "a rank", ended.code, n)
 
 
 def _check(n: int) -> None:
@@ -155,14 +151,13 @@ def _error(folder: Path, name: str, code: int, n: int) -> BaseException:
 def main(folder: str) -> None:
     """One rank: joins the job, calls the function, and writes down what it returns or raises."""
     ctx: Context | None = None
-    failfast.one_line_for_interrupts()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with Path(folder, "task").open("rb") as file:
             settings, cells = pickle.load(file)
             compat.use_settings(settings)
             linecache.cache.update(cells)
             ctx = init()  # before arrays of JAX are made of what was sent
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             fn, args, kwargs = pickle.load(file)
         result = _call(fn, args, kwargs)
         with Path(folder, f"result of rank {ctx.rank}").open("wb") as file:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import pickle
@@ -242,14 +241,11 @@ def init(
             raise ValueError("lanes: a communicator of your own adds up in an order of its own. Leave one of them out")
         timeout = _timeout(timeout)
         streams.open_closed()  # a daemon may have closed them since the import
-        failfast.one_line_for_interrupts()
         found = connectors.connect(connector, timeout=timeout, rank=rank, size=size)
         ctx = Context(found, start.control_of(found, timeout), timeout)
-        if ctx.size > 1:
-            _write_whole_lines()
         failfast.install(ctx.control)  # from here on, a failure of one rank ends the job
         ctx.devices, ctx.hosts, ctx.mesh, ctx.communicator, ctx.kind = start.jax_started(
-            found, ctx.control, ctx.watchdog, wanted, timeout, number
+            found, ctx.control, wanted, timeout, number
         )
         ctx.num_devices = len(ctx.devices)
         ctx.rules = None if isinstance(communicator, str) else communicator
@@ -275,13 +271,6 @@ def get_context() -> Context:
       True
     """
     return init() if _context is None else _context
-
-
-def _write_whole_lines() -> None:
-    """Under PYTHONUNBUFFERED print() writes its arguments, spaces and newline one by one, and those of ranks mix."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.write_through:
-            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _refuse_workers() -> None:

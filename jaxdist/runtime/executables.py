@@ -1,21 +1,19 @@
-"""One rank of a host compiles a program, which takes its lock; the others load what it made, in a millisecond or two.
+"""One rank compiles a program; the others get what it made over the control channel, in a millisecond or two.
 
-A program is known by its text, the compiler's options and versions; so ranks whose programs differ compile each one.
-Nobody depends on another to go on: the kernel frees the lock when its holder dies, and who has waited for as long as a
-collective may, finds nothing, or something that can't be loaded, compiles as without all this.
+A program is known by its text, the compiler's options and versions, and the processor; so ranks whose programs differ
+compile each one. A rank that has waited for as long as a collective may, or can't load what it got, compiles alone.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import fcntl
+import functools
 import hashlib
 import io
+import itertools
 import os
 import platform
-import shutil
-import stat
+import queue
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -28,12 +26,13 @@ from jaxlib.mlir.passmanager import PassManager
 
 from jaxdist import compat
 from jaxdist.communicators.handles import put_in, take_out
-from jaxdist.control import scratch
+from jaxdist.control.channel import Control
 
 _JAXLIB = version("jaxlib").encode()
-_PREFIX = "jaxdist-programs-"
-_MOST = 1 << 28  # bytes of an executable: one that is larger holds arrays, and is compiled by each rank
+_PROGRAM = "program"
+_MOST = 1 << 26  # bytes of an executable: one that is larger holds arrays, and is compiled by each rank
 _ALONE = b""  # in place of an executable: each rank compiles it
+_LOOK_SECONDS = 1.0
 
 
 class LoweredProgram(NamedTuple):
@@ -58,7 +57,7 @@ class LoweredProgram(NamedTuple):
         parts = [_bytecode(module), options, _JAXLIB, self.backend.platform_version.encode()]
         # XLA divides the work of a program among so many threads.
         parts += [os.environ.get(name, "").encode() for name in ("XLA_FLAGS", "PJRT_NPROC", "NPROC")]
-        parts.append(b"%d" % len(os.sched_getaffinity(0)))
+        parts += [b"%d" % len(os.sched_getaffinity(0)), processor()]
         return hashlib.sha256(b"".join(len(part).to_bytes(8) + part for part in parts)).hexdigest()
 
 
@@ -68,39 +67,17 @@ def _bytecode(module: ir.Module) -> bytes:
     return out.getvalue()
 
 
-def offer(local_rank: int) -> str:
-    """A folder for the ranks of this machine, made by the first of them; "": another rank does."""
-    if local_rank:
-        return ""
-    try:
-        folder, _ = scratch.make(_PREFIX)  # in use as long as this process lives
-    except OSError:
-        return ""
-    owner = os.getpid()
-    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
-    return folder
-
-
-def share(timeout: float, folders: Sequence[str]) -> None:
-    """From now on share what is compiled with the ranks of this machine, by the folder that one of them made."""
-    folder = next(filter(None, folders), "")
-    if len(folders) == 1 or not folder:
-        return
-    try:
-        found = os.lstat(folder)
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700 or not stat.S_ISDIR(found.st_mode):
-            return  # what lies in it is run as code
-        scratch.use(folder)
-    except OSError:  # another file system: containers
-        return
-    compat.on_compile(Executables(timeout, Path(folder)), LoweredProgram)
-
-
 class Executables:
-    """Compiles programs for the CPU devices of one machine's ranks, each once."""
+    """Compiles programs for the CPU devices of a job's ranks, each once: rank 0 says who does, and passes it on."""
 
-    def __init__(self, timeout: float, folder: Path):
-        self._timeout, self._folder = timeout, folder
+    def __init__(self, control: Control, timeout: float):
+        self._control, self._timeout = control, timeout
+        self._questions = itertools.count()
+        # Of rank 0, on the thread of its channel: what was made, and who waits for what is being made.
+        self._made: dict[str, bytes] = {}
+        self._waiting: dict[str, list[tuple[int, str]]] = {}
+        if control.rank == 0:
+            control.listen(_PROGRAM, self._hear)
 
     def __call__(self, compile_: Callable[[LoweredProgram], Any], program: LoweredProgram) -> Any:
         """The executable of a program."""
@@ -108,49 +85,56 @@ class Executables:
             return compile_(program)
         portable = program.copy()
         handles = take_out(portable.module)
-        entry = self._folder / portable.key()
-        try:
-            lock = self._turn(entry)
-        except OSError:  # the folder is gone, say
-            return compile_(program)
-        if lock is None:
-            return self._loaded(entry, program, handles) or compile_(program)
+        key = portable.key()
+        found = self._ask(key)
+        if found is not None:
+            return _loaded(found, program, handles) or compile_(program)
+        made = _ALONE
         try:
             executable = compile_(portable if handles else program)
-            _write(entry, _serialized(executable))
-            return executable if not handles else self._loaded(entry, program, handles) or compile_(program)
+            made = _serialized(executable)
         finally:
-            if not entry.exists():  # the others would wait for one another
-                _write(entry, _ALONE)
-            _unlock(lock)
+            self._control.post(_PROGRAM, (key, made, ""), to=0)  # the others wait for it
+        return executable if not handles else _loaded(made, program, handles) or compile_(program)
 
-    def _loaded(self, entry: Path, program: LoweredProgram, handles: Sequence[int]) -> Any:
-        """What a rank has compiled; None: it is not available."""
-        try:
-            found = entry.read_bytes()
-            if found == _ALONE:
-                return None
-            return program.backend.deserialize_executable(put_in(found, handles), program.devices, program.options)
-        except (OSError, jax.errors.JaxRuntimeError):
-            return None
+    def _ask(self, key: str) -> bytes | None:
+        """What another rank has made; None: it is this rank's turn to make it."""
+        control, name = self._control, f"{_PROGRAM} {next(self._questions)}"
+        if not control.process.is_owner():  # a forked data worker
+            return _ALONE
+        control.post(_PROGRAM, (key, None, name), to=0)
+        give_up_at = time.monotonic() + self._timeout
+        while time.monotonic() < give_up_at and not control.process.over.is_set():  # then rank 0 may be gone
+            with contextlib.suppress(queue.Empty):
+                return control.take(name, 0, _LOOK_SECONDS)
+        return _ALONE
 
-    def _turn(self, entry: Path) -> int | None:
-        """A lock once it is this rank's turn to make a program; None: it is there, or was waited for too long."""
-        lock = os.open(f"{entry}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        give_up_at, pause = time.monotonic() + self._timeout, 0.002
-        while not entry.exists():
-            if _locked(lock):
-                if entry.exists():
-                    break
-                return lock
-            if time.monotonic() > give_up_at:
-                break
-            time.sleep(pause)
-            pause = min(0.05, 1.3 * pause)
-        _unlock(lock)
+    def _hear(self, rank: int, told: tuple[str, bytes | None, str]) -> None:
+        key, made, name = told
+        if made is not None:
+            self._made[key] = made
+            for other, question in self._waiting.pop(key, ()):
+                self._control.put(question, made, to=other)
+        elif key in self._made:
+            self._control.put(name, self._made[key], to=rank)
+        elif key in self._waiting:
+            self._waiting[key].append((rank, name))
+        else:
+            self._waiting[key] = []
+            self._control.put(name, None, to=rank)
+
+
+def _loaded(made: bytes, program: LoweredProgram, handles: Sequence[int]) -> Any:
+    """What a rank has compiled; None: it is not available."""
+    if made == _ALONE:
+        return None
+    try:
+        return program.backend.deserialize_executable(put_in(made, handles), program.devices, program.options)
+    except jax.errors.JaxRuntimeError:
         return None
 
 
+@functools.cache
 def processor() -> bytes:
     """What programs that are compiled on this machine may ask of another's."""
     try:
@@ -167,27 +151,3 @@ def _serialized(executable: Any) -> bytes:
     except jax.errors.JaxRuntimeError:  # not every one can be
         return _ALONE
     return made if len(made) <= _MOST else _ALONE
-
-
-def _write(entry: Path, content: bytes) -> None:
-    """All of it, or nothing."""
-    draft = Path(f"{entry}.new")
-    try:
-        draft.write_bytes(content)
-        draft.rename(entry)
-    except OSError:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-
-
-def _locked(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _unlock(lock: int) -> None:
-    fcntl.flock(lock, fcntl.LOCK_UN)  # closed it may still be open in a forked child
-    os.close(lock)

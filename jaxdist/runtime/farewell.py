@@ -24,7 +24,7 @@ def install(control: Control, watchdog: Watchdog, timeout: float) -> None:
         if not control.process.is_owner():  # a forked data worker
             return
         failfast.end_if_failed(control)
-        if control.rank == 0 and not control.ending and not control.position():
+        if control.rank == 0 and not (control.ending or control.position() or control.used):
             control.say(
                 f"the {control.size} ranks have called no decorated step and no collective of jaxdist. If there were "
                 "steps left to do, each rank has worked by itself: decorate the step with jaxdist.data_parallel"
@@ -44,7 +44,7 @@ def _wait_for_all(control: Control, watchdog: Watchdog, timeout: float) -> None:
     start, turns = time.monotonic(), 0
     while not control.all_left(timeout):
         turns += 1
-        left = {control.rank, *control.notices.get("bye", {})}
+        left = {control.rank, *control.left}
         where = watchdog.whereabouts([r for r in range(control.size) if r not in left])
         if min(left) == control.rank and turns.bit_count() == 1 and not control.all_left(0):  # 1, 2, 4, 8, ...
             waited = f"its script is over, and it has waited for {time.monotonic() - start:.0f} s for the others"

@@ -6,8 +6,8 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,8 +15,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdist import streams
-
-_T = TypeVar("_T")
 
 # A line a rank, on standard output, for each set of processes that it connects; nothing turns it off.
 _CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected to ")
@@ -30,26 +28,20 @@ def connect(mesh: Mesh, names: Sequence[str]) -> None:
 
     (A constant in XLA. The later collectives wait for half an hour.)
     """
+    between = tuple(device.id for device in mesh.devices.flat), *(names if len(mesh.axis_names) > 1 else ())
+    if between in _connected:
+        return
     cut = PartitionSpec(mesh.axis_names)
     each = NamedSharding(mesh, cut)
     ones = jax.make_array_from_callback((mesh.size,), each, lambda _: np.ones(1, np.int32))
     sum_of = jax.shard_map(lambda x: lax.psum(x, tuple(names)), mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False)
-    devices = tuple(device.id for device in mesh.devices.flat)
-    quietly(devices if len(mesh.axis_names) == 1 else (devices, *names), lambda: jax.jit(sum_of)(ones))
-
-
-def quietly(between: tuple[Any, ...], run: Callable[[], _T]) -> _T:
-    """What a program between CPU processes returns, without gloo's word in the first that it has connected them."""
-    if between in _connected:
-        return run()
-    with _lock, _held_output():
-        result = jax.block_until_ready(run())
+    with _lock, _without_chatter():
+        jax.block_until_ready(jax.jit(sum_of)(ones))
     _connected.add(between)
-    return result
 
 
 @contextlib.contextmanager
-def _held_output() -> Iterator[None]:
+def _without_chatter() -> Iterator[None]:
     streams.flush()
     try:
         own = os.dup(1)

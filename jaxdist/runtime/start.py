@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import socket
@@ -19,7 +20,6 @@ from jaxdist.connectors import Connector
 from jaxdist.control import rendezvous
 from jaxdist.control.channel import Control
 from jaxdist.control.keys import is_loopback
-from jaxdist.control.watchdog import Watchdog
 from jaxdist.machine import Kind, asked_for, kind_of
 from jaxdist.mesh import AXIS
 from jaxdist.runtime import (
@@ -32,7 +32,6 @@ from jaxdist.runtime import (
 )
 
 _log = logging.getLogger("jaxdist")
-_PATIENCE = 60  # seconds that JAX gets longer, for our own message
 
 
 # What JAX runs on: the devices of all processes, in rank order; the host of each process; the mesh over the devices; a
@@ -47,7 +46,6 @@ class _Told(NamedTuple):
     facts: dict[str, str]  # of what makes its programs
     communicator: str
     problem: str  # why it is not "mpi"
-    folder: str  # for executables of its host
     over_gloo: bool  # and nothing has begun that would not know of it
     processor: bytes
     threads: int  # of XLA that its environment asks for; 0: it does not
@@ -72,18 +70,16 @@ def control_of(connector: Connector, timeout: float) -> Control:
     host, ips, port, secret = connector.broadcast(where, 0)
     names = ["127.0.0.1"] if one_host or host == socket.gethostname() else []
     names += [] if one_host else [*ips, host]
-    return Control(
-        rank, size, [(name, port) for name in names], server=server,
-        key=secret, timeout=timeout, abort=connector.abort,
-    )  # fmt: skip
+    return Control(rank, size, [(name, port) for name in names], server=server, key=secret, timeout=timeout)
 
 
 def jax_started(
-    connector: Connector, control: Control, watchdog: Watchdog, wanted: str, timeout: float, lanes: int | None = None
+    connector: Connector, control: Control, wanted: str, timeout: float, lanes: int | None = None
 ) -> Started:
     """Choose platform, devices, threads and communicator, and start jax.distributed."""
     if control.size == 1:
-        return _alone(connector, control, wanted, lanes)
+        return _alone(control, wanted, lanes)
+    shared = executables.Executables(control, timeout)  # rank 0 listens before another rank asks
     own = _told_by_this_rank(connector, control, wanted, lanes)
     told: list[_Told] = control.exchange("init", own, timeout)
     communicator = _agreed(connector, control, told, wanted)
@@ -93,13 +89,13 @@ def jax_started(
     elif lanes:
         raise in_lanes.too_late(control, lanes)
     local_ids = [devices.choose_gpu(resources, control.rank)] if own.resources.platform == "gpu" else None
-    _start_distributed(control, watchdog, local_ids, timeout)
+    _start_distributed(control, local_ids, timeout)
     if own.over_gloo:
         compat.gloo_at(_reachable_ip(control))
     found = _devices_of_all(control, lanes)
     mesh = _mesh(found)
     if own.resources.platform == "cpu":
-        executables.share(timeout, [each.folder for each in told if each.resources.host == own.resources.host])
+        compat.on_compile(shared, executables.LoweredProgram)
     # Beside MPI only where nothing can stand between: it is for programs of the user's own with XLA's collectives.
     if own.over_gloo and (communicator != "mpi" or _one_host(control)):
         control.barrier(timeout)
@@ -126,7 +122,6 @@ def _told_by_this_rank(connector: Connector, control: Control, wanted: str, lane
         devices.Resources(socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))), gpus, platform),
         compiler.facts(os.environ.get("XLA_FLAGS", "")) | {"platform": platform, "lanes": str(lanes)},
         *communicator_of.several(control.size, connector.name, "xla" if lanes else wanted, platform),
-        executables.offer(connector.local_rank),
         platform == "cpu" and not compat.backend_started(),
         executables.processor(),
         _threads_asked(),
@@ -184,8 +179,7 @@ def _devices_of_all(control: Control, lanes: int | None) -> list[Any]:
     return found
 
 
-def _alone(connector: Connector, control: Control, wanted: str, lanes: int | None) -> Started:
-    _check_alone(connector)
+def _alone(control: Control, wanted: str, lanes: int | None) -> Started:
     if lanes:
         platform = devices.wanted_platform(compat.platforms_asked(), devices.visible_gpus())
         in_lanes.check(control, lanes, platform, wanted)
@@ -196,22 +190,11 @@ def _alone(connector: Connector, control: Control, wanted: str, lanes: int | Non
     return found, (socket.gethostname(),), _mesh(found), communicator, kind
 
 
-def _check_alone(connector: Connector) -> None:
-    """Refuse to be the only process where jax.distributed knows of others: each would train by itself."""
-    process, processes = compat.distributed_ids()
-    if jax.distributed.is_initialized() and processes > 1:
-        raise RuntimeError(
-            f"rank {process} of {processes}: jax.distributed is initialized with {processes} processes, but connector "
-            f"{connector.name!r} finds this one alone: each would train by itself. Say where they meet: "
-            f"jaxdist.init('tcp://HOST:PORT', rank={process}, size={processes}), or leave jax.distributed to jaxdist"
-        )
-
-
 def _mesh(found: list[Any]) -> Mesh:
     return Mesh(np.array(found), (AXIS,), axis_types=(AxisType.Auto,))
 
 
-def _start_distributed(control: Control, watchdog: Watchdog, local_ids: list[int] | None, timeout: float) -> None:
+def _start_distributed(control: Control, local_ids: list[int] | None, timeout: float) -> None:
     rank, size = control.rank, control.size
     if jax.distributed.is_initialized():
         if compat.distributed_ids() == (rank, size):
@@ -226,19 +209,18 @@ def _start_distributed(control: Control, watchdog: Watchdog, local_ids: list[int
     past, no_proxy = "no_grpc_proxy", os.environ.get("no_proxy")
     here = address.rpartition(":")[0].strip("[]")
     os.environ[past] = ",".join(filter(None, [os.environ.get(past, no_proxy), here]))
-    with watchdog.over("the start of jax.distributed"):
-        if rank > 0:
-            _await_listener(address, min(timeout, 5.0))
-        jax.distributed.initialize(
-            coordinator_address=address,
-            coordinator_bind_address=address,
-            num_processes=size,
-            process_id=rank,
-            local_device_ids=local_ids,
-            cluster_detection_method="deactivate",
-            initialization_timeout=int(timeout) + _PATIENCE,  # it ends the process, and can't say who is missing
-            heartbeat_timeout_seconds=max(100, int(timeout)),  # a host that swaps is ours to judge
-        )
+    if rank > 0:
+        _await_listener(address, min(timeout, 5.0))
+    jax.distributed.initialize(
+        coordinator_address=address,
+        coordinator_bind_address=address,
+        num_processes=size,
+        process_id=rank,
+        local_device_ids=local_ids,
+        cluster_detection_method="deactivate",
+        initialization_timeout=math.ceil(timeout),
+        heartbeat_timeout_seconds=max(100, int(timeout)),  # a host that swaps is ours to judge
+    )
 
 
 def _free_address(control: Control) -> str:

@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import re
-import signal
 import socket
 import struct
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from harness import jobs
+from harness.errors import missing
 from harness.listening import listening
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "channel.py")
@@ -228,24 +228,14 @@ def test_a_home_that_can_keep_no_secret_is_an_error_that_says_what_to_set(tmp_pa
     assert "chmod 600" in lines[0]
 
 
+def test_who_has_heard_that_calls_differ_waits_in_the_next_one_for_who_has_not(tmp_path: Path) -> None:
+    for result in jobs.spawn_env(3, [SCRIPT, "mixes", str(tmp_path)]):
+        assert result.returncode == 0, result.output
+        assert missing(("TOLD", "different calls", "rank 0 at 'broadcast'", "barrier", "MET"), result.stdout) == []
+
+
 @pytest.mark.slow
 def test_waiting_costs_no_work() -> None:
     for result in jobs.spawn_env(2, [SCRIPT, "waits"]):
         assert result.returncode == 0, result.output
         assert float(result.stdout.split("CPU")[1]) < 1.0, result.output
-
-
-@pytest.mark.slow
-def test_what_a_killed_job_left_on_disk_the_next_one_removes(tmp_path: Path) -> None:
-    env = {"TMPDIR": str(tmp_path)}
-    command = [SCRIPT, "rounds", str(tmp_path / "stop")]
-    running = jobs.start_env(2, command, env)
-    running.wait_for(lambda text: "ROUND" in text)
-    left = set(tmp_path.glob("jaxdist-*"))
-    assert left
-    for process in running.processes:
-        process.send_signal(signal.SIGKILL)
-    running.finish(60)
-    (tmp_path / "stop").touch()
-    assert all(result.returncode == 0 for result in jobs.spawn_env(2, command, env))
-    assert list(tmp_path.glob("jaxdist-*")) == []

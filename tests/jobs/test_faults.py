@@ -55,6 +55,7 @@ FAULTS = [
     Fault("raises_in_a_thread", (WHO, "IndexError"), (HAND,), code=1),
     Fault("raises_in_a_callback", (WHO, "boom on purpose"), (MPIRUN,)),
     Fault("exits 0", ("rank 0 (", "exit code 3"), (MPIRUN, RUN), True, 3),
+    Fault("exits 1 raises", (WHO, "exit code 3"), (HAND,), code=3),
     Fault("dies", (), (RUN, MPIRUN), True, 137),
     Fault("dies 0", ("rank 0 (", "died"), (HAND,)),
     Fault("dies 1 SIGTERM", (WHO, "died"), (HAND, MPIRUN), True),
@@ -127,6 +128,12 @@ def test_by_hand_each_rank_says_why_and_where_it_is() -> None:
         assert line("    time.sleep(100)  # here") in result.stderr
         assert result.seconds < 20, "the watchdog is on time"
         assert ("stuck_in_the_loader" if rank else "in train") in result.stderr, result.stderr
+
+
+def test_ranks_that_only_send_and_receive_do_not_work_by_themselves() -> None:
+    result = start(HAND, Fault("sends", ())).end(60)
+    assert result.returncode == 0, result.output
+    assert "no decorated step" not in result.output
 
 
 # --- from outside

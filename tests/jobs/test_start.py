@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -72,20 +71,6 @@ def test_a_process_alone() -> None:
     command = [sys.executable, SCRIPT, "alone", str(jobs.free_port())]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "FINE\n", done.stdout + done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("run", [(), ("-m", "jaxdist", "run", "-n", "1", "--launcher", "env")], ids=["python", "run"])
-def test_ctrl_c_of_a_process_alone_prints_one_line(run: tuple[str, ...]) -> None:
-    job = jobs.Job()
-    job.start([sys.executable, *run, SCRIPT, "waits"])
-    job.wait_for(lambda text: "READY" in text)
-    job.processes[0].send_signal(signal.SIGINT)
-    result = job.end(40)
-    assert result.returncode == (130 if run else -signal.SIGINT)  # of a process: as Python's own
-    assert len(result.stderr.splitlines()) == 1, result.output
-    assert "interrupted" in result.stderr
-    assert run or "starts.py:" in result.stderr
 
 
 def test_which_gpu_a_process_takes() -> None:

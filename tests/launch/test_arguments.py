@@ -16,17 +16,15 @@ REFUSED = [
     (["no-such-command"], ["no-such-command"]),
     (["-m"], ["SCRIPT"]),
     (["-n", "0", "echo"], ["-n"]),
-    (["-n", "2", "--only-rank", "2", "echo"], ["--only-rank 2", "2 ranks"]),
     (["--launcher", "env", "--hosts", "a:1", "echo"], ["mpirun"]),
     (["-n", "3", "--hosts", "a:1,b:1", "echo"], ["-n 3", "2 slots"]),
-    (["--only-rank", "2", "--hosts", "a:1,b:1", "echo"], ["--only-rank 2", "2 ranks"]),
-    (["--hosts", "a:1,a:1", "echo"], ["--hosts", "entry 2", "a "]),
+    (["--hosts", "a:1,a:1", "echo"], ["'a:1'", "twice"]),
     (["--hosts", "a", "--hostfile", __file__, "echo"], ["--hosts", "--hostfile"]),
-    *((["--hosts", hosts, "echo"], ["--hosts", "entry"])
-      for hosts in ("", "node1,,node2", "node1:", "node1:-1", "node 1:x", "-oProxyCommand=x")),
+    (["--hosts", "", "echo"], ["no host"]),
+    *((["--hosts", hosts, "echo"], ["is not a host"])
+      for hosts in ("node1:", "node1:-1", "node 1:x", "-oProxyCommand=x")),
     (["-n", "3", "--lanes", "2", "echo"], ["3 ranks", "--lanes 2"]),
     (["-n", "3", "--lanes", "4", "echo"], ["3 ranks", "--lanes 4", "evenly"]),
-    (["-n", "1000000", "--launcher", "env", __file__], ["1000000", "cores", "--hosts"]),
 ]  # fmt: skip
 
 
@@ -40,20 +38,20 @@ def test_what_is_refused(words: list[str], tokens: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [
-        ("node1\n\nnode2 slot=2\n", ["line 3", "slot=2"]),
-        ("node1\nnode2:two\n", ["line 2", "node2:two"]),
-        ("node1 slots=2\nnode1:2\n", ["line 2", "node1"]),
-        ("node1 slots=0\n", ["line 1", "slots=0"]),
-        ("node1:2 slots=2\n", ["line 1", "slots=2"]),
+        ("node1\n\nnode2 slot=2\n", ["node2 slot=2"]),
+        ("node1\nnode2:two\n", ["node2:two"]),
+        ("node1 slots=2\nnode1:2\n", ["node1:2", "twice"]),
+        ("node1 slots=0\n", ["node1 slots=0"]),
+        ("node1:2 slots=2\n", ["node1:2 slots=2"]),
         ("# nobody\n", ["no host"]),
     ],
 )
-def test_a_bad_host_file_is_named_with_its_line(tmp_path: Path, text: str, tokens: list[str]) -> None:
+def test_a_bad_line_of_a_host_file_is_named(tmp_path: Path, text: str, tokens: list[str]) -> None:
     path = tmp_path / "hosts"
     path.write_text(text)
     code, said = command("run", "--hostfile", path, "echo")
     assert code == 2
-    assert [token for token in [str(path), *tokens] if token not in said] == [], said
+    assert [token for token in tokens if token not in said] == [], said
 
 
 @pytest.mark.parametrize(

@@ -88,10 +88,16 @@ def test_the_launcher_that_is_there_is_chosen(monkeypatch: pytest.MonkeyPatch) -
         SRUN | {"PMI_SIZE": "1", "PMI_RANK": "0"},
     ],
 )
-def test_alone_by_leftovers_but_one_of_several_by_the_launcher(env: dict[str, str]) -> None:
-    with raises(ValueError, "of 4", "JAXDIST_CONNECTOR=local"):
-        connectors.choose(env)
-    assert connectors.choose(env | {"JAXDIST_CONNECTOR": "local"}) == "local"
+def test_alone_by_leftovers_but_one_of_several_by_the_launcher(
+    env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # mpi4py is not installed
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with raises(RuntimeError, "of 4", "JAXDIST_CONNECTOR=local"):
+        connectors.connect()
+    monkeypatch.setenv("JAXDIST_CONNECTOR", "local")
+    assert connectors.connect().size == 1
 
 
 def test_an_mpi_launcher_without_mpi4py_is_an_error_never_many_trainings_alone(monkeypatch: pytest.MonkeyPatch) -> None:

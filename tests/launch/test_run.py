@@ -37,7 +37,7 @@ def test_their_share_of_cores_one_order_of_sets_a_communicator_and_all_options_a
     jaxdist: Jaxdist, launcher: str
 ) -> None:
     ranks = 2 * len(os.sched_getaffinity(0))
-    words = ["-n", "7", "--prefix", "--only-rank", "9", "--", "-m", "a b"]
+    words = ["-n", "7", "--prefix", "--elastic", "9", "--", "-m", "a b"]
     env = {"PJRT_NPROC": None, "PYTHONHASHSEED": None, "OMP_NUM_THREADS": "5", "JAXDIST_COMMUNICATOR": "xla"}
     run = ["run", "-n", ranks, "--launcher", launcher]
     done = jaxdist(*run, RANK, "given", *words, env=env)
@@ -85,11 +85,6 @@ def test_a_prefix_of_each_line_and_the_users_own_order_of_sets(jaxdist: Jaxdist,
     first, *errors = done.stderr.splitlines()
     assert first.startswith("jaxdist: 2 ranks on 1 host, ")
     assert sorted(errors) == ["[0] err 0", "[1] err 1"]
-
-
-def test_only_one_rank_is_shown(jaxdist: Jaxdist, launcher: str) -> None:
-    done = jaxdist("run", "-n", 2, "--launcher", launcher, "--only-rank", 1, RANK, "words", env={"PYTHONHASHSEED": "7"})
-    assert (done.returncode, done.stdout, done.stderr.splitlines()[1:]) == (0, "out 1 7\n", ["err 1"])
 
 
 def test_lines_of_ranks_do_not_mix(jaxdist: Jaxdist) -> None:

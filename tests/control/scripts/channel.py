@@ -48,6 +48,20 @@ def waits() -> None:
     print("CPU", time.process_time() - begin, flush=True)
 
 
+def mixes() -> None:
+    """Rank 0 makes another call than rank 1; rank 2 comes when both know, and all go on with the next call."""
+    ctx, told = jaxdist.init(timeout=60), Path(ARGUMENTS[0])
+    while ctx.rank == 2 and len(list(told.iterdir())) < 2:
+        time.sleep(0.01)
+    try:
+        ctx.broadcast(None) if ctx.rank == 0 else ctx.barrier()
+    except jaxdist.ControlError as error:
+        (told / str(ctx.rank)).touch()
+        print("TOLD", str(error).replace("\n", " "), flush=True)
+    ctx.barrier()
+    print("MET", flush=True)
+
+
 def joins() -> None:
     """As the rank and of the size that are given, at an address."""
     url, rank, size = ARGUMENTS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,10 +45,6 @@ def fields() -> list[Any]:
     jax.jit(lambda a: a @ a)(jnp.ones((500, 500))).block_until_ready()
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     assert names.count("tf_XLAEigen") <= max(1, len(os.sched_getaffinity(0)) // N)
-    # Under PYTHONUNBUFFERED, as tests run: a line is written whole.
-    out: Any = sys.stdout
-    assert (out.line_buffering, out.write_through) == (True, False)
-    assert "[Gloo]" not in repr(ctx)
     return [R, ctx.local_rank, ctx.local_size, ctx.hosts[R] == os.uname().nodename]
 
 

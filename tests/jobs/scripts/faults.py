@@ -94,6 +94,8 @@ def raises_in_a_callback() -> None:
 
 def exits() -> None:
     w = train(2)
+    if ODD and ARGUMENT == "raises":
+        raise SystemExit(3)
     if ODD:
         sys.exit(3)
     train(1000, w)
@@ -298,6 +300,13 @@ def undecorated() -> None:
     w = state()
     for _ in range(2):
         w = (step(w, batch())[0]) if ARGUMENT else jax.jit(descend)(w, batch())
+
+
+def sends() -> None:
+    if ODD:
+        jaxdist.send(np.ones(2, np.float32), 0)
+    else:
+        jaxdist.recv(np.zeros(2, np.float32), 1)
 
 
 globals()[NAME]()

@@ -165,7 +165,7 @@ def connects() -> None:
 
         def __init__(self) -> None:
             inner = connect("env://", 30)
-            for name in ("rank", "size", "local_rank", "local_size", "broadcast", "abort"):
+            for name in ("rank", "size", "local_rank", "local_size", "broadcast"):
                 setattr(self, name, getattr(inner, name))
 
     ports, started = set(), threading.Event()
@@ -231,18 +231,6 @@ def spawns_workers() -> None:
     worker = multiprocessing.get_context("spawn").Process(target=print, args=("THE WORKER",))
     worker.start()
     worker.join()
-
-
-def waits() -> None:
-    """Alone, for Ctrl-C."""
-    import time
-
-    import jaxdist
-
-    jaxdist.init()
-    print("READY", flush=True)
-    while True:
-        time.sleep(0.1)
 
 
 sys.path.insert(1, str(Path(__file__).parents[2]))
