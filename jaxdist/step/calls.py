@@ -139,7 +139,7 @@ class Calls:
             entry = self._entry(signature, data, program)
             known = self._known[key] = Known(program, signature, constants, settings, at, own, entry)
         layouts = known.program.placed.layouts
-        return known, [i for i in signature.state if not self._placer.is_kept(data[i], layouts[i])]
+        return known, [i for i in signature.state if self._placer.layout(data[i]) is not layouts[i]]
 
     def _key(self, signature: Signature, data: Sequence[Any], settings: Any) -> Any:
         """Return the key that selects a program."""

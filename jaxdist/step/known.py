@@ -10,15 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from jaxdist.agreement.ledger import Entry
 from jaxdist.compat import bits_of, sharding_of
 from jaxdist.errors import DonatedError
-from jaxdist.placements.layouts import HOST, Padded, copied, physical
+from jaxdist.placements.layouts import Padded, physical
 from jaxdist.step.batch import is_keys
 from jaxdist.step.calling import Calling
-from jaxdist.step.placer import Placer
+from jaxdist.step.placer import Placer, without_aliases
 from jaxdist.step.program import Program
 from jaxdist.step.signature import Signature, leaf_name, picker
 
@@ -92,17 +91,6 @@ class Known:
 
 
 # --- memory that an earlier call has taken
-
-
-def without_aliases(state: list[Any]) -> list[Any]:
-    """Donating one buffer twice is an error: the second reference (an average that starts as the weights) is copied."""
-    seen: set[int] = set()
-    out = []
-    for x in state:
-        twin = isinstance(x, jax.Array) and id(x) in seen
-        seen.add(id(x))
-        out.append(copied(x, x.sharding) if twin and x.sharding.memory_kind == HOST else jnp.copy(x) if twin else x)
-    return out
 
 
 class Taken:

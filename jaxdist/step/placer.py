@@ -54,13 +54,6 @@ class Placer:
             return ELSEWHERE if host and how is None else how
         return ELSEWHERE if (cuts := _cuts(own)) is None else layout(*cuts, host=host)
 
-    def is_kept(self, x: Any, how: Layout | None) -> bool:
-        """Check whether a program can take a leaf of the state unchanged. On a mesh of one device, these are all
-        arrays on that device, as for `jax.jit`: a copy would be a second state during the first call."""
-        if self.mesh.size == 1 and how is None and isinstance(x, jax.Array) and x.devices() == set(self.local_devices):
-            return x.sharding.memory_kind == self.state_sharding.memory_kind
-        return self.layout(x) is how
-
     def is_ours(self, mesh: Any) -> bool:
         """Check whether a mesh is this one, or this one in groups."""
         return in_a_row(mesh) == self.mesh
@@ -81,6 +74,7 @@ class Placer:
     def place_state(self, leaves: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
         """Return rank 0's value of each leaf on the mesh with these layouts. The given leaves do not change."""
         weak = [getattr(x, "weak_type", False) for x in leaves]
+        leaves = without_aliases(leaves) if self.mesh.size == 1 else leaves
         if self.processes > 1:
             spanning = [spans(physical(x)) for x in leaves]
             local = [None if s else _to_host(x) for s, x in zip(spanning, leaves, strict=True)]
@@ -120,10 +114,12 @@ class Placer:
             return self._number(x)  # keeps its weak type
         if isinstance(x, _KeyData):
             return jax.random.wrap_key_data(self._replicate(x.data), impl=x.impl)
-        # The step may donate its state, and the caller keeps the arguments: never an alias of them (device_put makes
-        # one on the first device, may_alias=False or not).
+        # On several devices the step may donate its state, and the caller keeps the arguments: never an alias of them
+        # (device_put makes one on the first device, may_alias=False or not). On one device they are taken, as by jit:
+        # with a copy the first call would hold the state twice.
         if self.processes == 1 or spans(x):
-            return jax.device_put(jnp.copy(x), self.state_sharding)
+            alias = self.mesh.size == 1 and isinstance(x, jax.Array)
+            return jax.device_put(x if alias else jnp.copy(x), self.state_sharding)
         shards = [jax.device_put(np.array(x), d) for d in self.local_devices]
         return jax.make_array_from_single_device_arrays(np.shape(x), self.state_sharding, shards)
 
@@ -207,6 +203,17 @@ class Placer:
         everywhere = data_size(self.mesh)
         own = 1 if self.processes == 1 else max(1, everywhere // self.parts * len(self.own))
         return batch.problem(names, placed, [everywhere if spans(x) else own for x in placed])
+
+
+def without_aliases(state: Sequence[Any]) -> list[Any]:
+    """Donating one buffer twice is an error: the second reference (an average that starts as the weights) is copied."""
+    seen: set[int] = set()
+    out = []
+    for x in state:
+        twin = isinstance(x, jax.Array) and id(x) in seen
+        seen.add(id(x))
+        out.append(copied(x, x.sharding) if twin and x.sharding.memory_kind == HOST else jnp.copy(x) if twin else x)
+    return out
 
 
 def _weak(x: Any) -> Any:
