@@ -77,6 +77,8 @@ MUTANTS: list[Mutant] = [
            "return 0 if found == len(hosts) else found", "return 0", "tests/oracle/test_zero.py -k group"),
     Mutant("a gathered gradient is turned afterwards", "jaxdist/placements/emit.py",
            "users = self.block.users.get(i, ())", "users = ()", "tests/program/test_sent.py -k turned"),
+    Mutant("what two axes pad is cut at its end only", "jaxdist/placements/layouts.py",
+           "if any(one.pad for one in rest):", "if False:", "tests/oracle/test_meshes.py -k two_axes_pad"),
     Mutant("level 3 keeps parameters whole", "jaxdist/placements/marks.py", '"parameter": 3', '"parameter": 4',
            "tests/oracle/test_zero.py -k what_a_level_keeps"),
     Mutant("a microbatch's loss is not divided", "jaxdist/gradients.py", "(total / k if jnp.issubdtype",

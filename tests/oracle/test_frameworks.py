@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from harness.errors import raises
 
 import jaxdist
 
@@ -224,6 +225,17 @@ def pmap_code(decorate: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")  # flax, with x64
+def grown(model: Any, x: Any) -> Any:
+    model.more = nnx.Param(jnp.ones(3))
+    return x.sum()
+
+
+@pytest.mark.parametrize(("step", "token"), [(lambda model, x: model, "returns"), (grown, "variable")])
+def test_what_a_step_may_not_do_with_nnx_objects(step: Any, token: str) -> None:
+    with raises(jaxdist.StepError, "nnx", token):
+        jaxdist.data_parallel(step)(Tied(), X)
+
+
 @pytest.mark.parametrize(("run", "own", "tolerance"), PROGRAMS)
 def test_only_the_decorator_changes(run: Program, own: Any, tolerance: float) -> None:
     found, expected = run(jaxdist.data_parallel), run(own)

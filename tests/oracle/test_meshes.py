@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -55,6 +56,20 @@ def test_sizes_that_neither_axis_divides(layouts: Any) -> None:
     step = train_step(odd_sizes, jaxdist.zero(ADAM, 3))
     got = check_steps(step, (params, ADAM.init(params)), X, on={"data": 2, "model": 3}, layouts=layouts)
     assert got[0]["a"].shape == (7, 5)
+
+
+@pytest.mark.parametrize(("dim", "shape"), [(0, (7,)), (0, (7, 5)), (1, (2, 13))])
+def test_a_leaf_that_two_axes_pad(dim: int, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """On the host and in a checkpoint it has its own shape."""
+    tx = jaxdist.zero(optax.sgd(0.0), 3)
+    step = decorated(train_step(lambda p, x: p["w"].sum() * x.mean(), tx), {"data": 3, "model": 2}, layouts={"w": dim})
+    params = {"w": np.arange(math.prod(shape), dtype=float).reshape(shape)}
+    state = params, tx.init(params)
+    for _ in range(2):
+        *state, _ = step(*state, X)
+    jaxdist.save(tmp_path, state[0], step=1)
+    for one in (state[0], jaxdist.restore(tmp_path, params)):
+        np.testing.assert_array_equal(np.asarray(one["w"]), params["w"])
 
 
 def times_a_sum(state: Any, x: Any) -> Any:

@@ -387,19 +387,28 @@ def test_explain_says_that_there_is_no_batch() -> None:
 # --- operations that jaxdist does not know
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_an_operation_of_your_own(known: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """What JAX registers as elementwise runs on slices; another one is computed whole, and said."""
+@pytest.mark.parametrize("known", ["vectorized", "described", "by a function", "refused", ""])
+def test_an_operation_of_your_own(known: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What JAX registers as elementwise, or the user describes, runs on slices; others are computed whole, and said."""
     own = Primitive(f"own_{known}")
     own.def_impl(lambda x: x + 1)
     own.def_abstract_eval(lambda x: x)
     mlir.register_lowering(own, mlir.lower_fun(lambda x: x + 1, multiple_results=False))
-    if known:
+    if known == "vectorized":
         batching.defvectorized(own)
+    elif known == "described":
+        placements.register(own, "b... -> b...")
+    elif known:
+        described = "b... -> b..." if known == "by a function" else None
+        placements.register(own.name, lambda params, operands, results: described)
     w, x = np.ones(3), np.arange(24.0).reshape(8, 3)
     step = decorated(lambda w, x: w + own.bind(x * w).mean(0), 8)
     np.testing.assert_allclose(step(w, x), w + (x + 1).mean(0))
-    with raises(ValueError, "b, d"):
-        placements.register(own, "b, d")
     said = [m for m in caplog.messages if f"own_{known}" in m and "test_sent.py:" in m]
-    assert len(said) == (not known)
+    assert len(said) == (known in ("refused", ""))
+
+
+@pytest.mark.parametrize("rule", ["b, d", 3])
+def test_what_is_no_description(rule: Any) -> None:
+    with raises(ValueError, repr(rule)):
+        placements.register("own", rule)
