@@ -84,8 +84,7 @@ ROWS_OF: list[Row] = [
     Row(["collectives:details"], (RUN,), (THREE, FOUR_MPI)),
     Row(["collectives:refused"], (RUN,), (MPIRUN, THREE)),
     Row([word("collectives:random_calls", 8)], (MPIRUN,), ()),
-    Row([word("collectives:random_calls", 20)], (), (THREE, FOUR_MPI)),
-    Row([word("collectives:random_calls", 10)], (), (FOUR,)),
+    Row([word("collectives:random_calls", 10)], (), (THREE, FOUR, FOUR_MPI)),
     Row(["collectives:gradients"], (MPIRUN,), (HAND,)),
     Row([word("collectives:large", 4, 4.0)], (MPIRUN,), ()),
     Row([word("collectives:large", 50 if FULL else 10, 35.0)], (), (HAND, MPIRUN)),
@@ -111,14 +110,14 @@ ROWS_OF: list[Row] = [
     Row(["records:evaluations"], (MPIRUN,), (HAND, THREE)),
     Row([word("records:seen", "FOLDER")], (), (RUN, MPIRUN)),
     # How far it is from one device.
-    *(Row([word("one_device:idioms", "EXPECTED", dealt(names, i, 3))], (), (job,))
+    *(Row([word("one_device:idioms", "EXPECTED", dealt(names, i, 5))], (), (job,))
       for i, (job, (names, _)) in enumerate(IDIOM_JOBS.items())),
     Row([word("one_device:idioms", "EXPECTED", ["cnn_batchnorm:3", "infonce:1"])], (RUN,)),
     Row([word("one_device:idioms", "EXPECTED", ["topk_hard_mining:2", "moe_expert_choice:0"])], (MPIRUN,)),
-    *(Row([word("one_device:idioms", "EXPECTED", dealt(ON_MESHES, i + k, 4), mesh)], (), (job,))
+    *(Row([word("one_device:idioms", "EXPECTED", dealt(ON_MESHES, i + k, 8), mesh)], (), (job,))
       for i, (job, meshes) in enumerate(MESHES.items()) for k, mesh in enumerate(meshes)),
     *(Row([word("one_device:around", "FOLDER", MESHES[job][0])], (), (job,)) for job in (RUN, FOUR_MPI)),
-    *(Row([word("one_device:cases", "EXPECTED", dealt(CASES, i, 3, levels=False))], (), (job,))
+    *(Row([word("one_device:cases", "EXPECTED", dealt(CASES, i, 4, levels=False))], (), (job,))
       for i, job in enumerate((RUN, THREE, FOUR_MPI))),
     Row([word("one_device:cases", "EXPECTED", ["clip_adamw"])], (RUN,)),
     Row([word("one_device:optimizers_in_shards", "EXPECTED", ["chain", "muon"], 1, None)], (), (RUN,)),
