@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from typing import Any
 
 
@@ -37,6 +39,19 @@ def end_with_parent() -> None:
 
     if parent is not None:
         threading.Thread(target=wait, args=(parent,), daemon=True).start()
+
+
+def start_quiet_tracker() -> None:
+    """Have what removes the semaphores and shared memory of a process that is killed do so without a word.
+
+    It is a process of Python's, started with the first semaphore. At the end of a rank with workers it would list on
+    standard error what it removes. Filters are given to it by `sys.warnoptions` alone.
+    """
+    sys.warnoptions.append("ignore:resource_tracker")
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.remove("ignore:resource_tracker")
 
 
 def before_threads_end(call: Callable[[], None]) -> None:
