@@ -479,8 +479,8 @@ MUTANTS += [
            "tests/launch/test_connectors.py::test_two_ranks_at_an_address"),
     Mutant("torchrun's own port is taken", "jaxdist/connectors/tcp.py", "        port += 1  #", "        port += 0  #",
            "tests/launch/test_connectors.py -k torchrun", slow=True),
-    Mutant("the prefix of lines is lost", "jaxdist/launch/job.py", 'b"[%d] %b" % (rank, line) if prefix and rank',
-           "line if rank", "tests/launch/test_run.py::test_lines_of_ranks_do_not_mix"),
+    Mutant("the prefix of lines is lost", "jaxdist/launch/job.py", 'return b"[%d] %b" % (rank, line)',
+           "return line", "tests/launch/test_run.py::test_lines_of_ranks_do_not_mix"),
     Mutant("ranks share all cores", "jaxdist/launch/job.py", "max(1, cores() // ranks)", "cores()",
            "tests/launch/test_run.py -k cores"),
 ]  # fmt: skip
