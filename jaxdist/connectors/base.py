@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
+
+from jaxdist.control.channel import Control
 
 ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What connector env:// needs; of a process alone only the first two."""
@@ -24,18 +27,22 @@ class Connector(Protocol):
         ...
 
 
-class ByBroadcast:
-    """A process alone, or one that an engine has started: told who it is, and with a way to have a value of rank 0."""
+@dataclass
+class Found:
+    """Who this process is, as it has found, and a way to have a value of rank 0."""
 
-    def __init__(self, name: str, rank: int, size: int, local: tuple[int, int], share: Callable[[Any], Any]):
-        self.name, self.rank, self.size = name, rank, size
-        self.local_rank, self.local_size = local
-        self._share = share
+    name: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    share: Callable[[Any], Any]
+    control: Control | None = None  # that stays open as the job's
 
     def broadcast(self, obj: Any, root: int = 0) -> Any:
         """The value of rank 0 on every process."""
         assert root == 0, root
-        return self._share(obj)
+        return self.share(obj)
 
 
 def local_position(hosts: list[str], rank: int) -> tuple[int, int]:

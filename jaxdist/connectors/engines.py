@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxdist.connectors import tcp
-from jaxdist.connectors.base import ByBroadcast, local_position, need, read_int
+from jaxdist.connectors.base import Found, local_position, need, read_int
 
 # What stands for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 # Kubeflow Trainer, runtime jax-distributed: https://www.kubeflow.org/docs/components/trainer/user-guides/jax/
@@ -34,7 +34,7 @@ def engine(env: Mapping[str, str]) -> str | None:
     return "ray" if _ray() is not None else None
 
 
-def kubeflow(timeout: float) -> tcp.TcpConnector:
+def kubeflow(timeout: float) -> Found:
     """Of Kubeflow: jaxdist's ranks meet where JAX's coordinator would have listened."""
     env = os.environ
     names = _TRAINER if any(name in env for name in _TRAINER) else _JAXJOB
@@ -55,7 +55,7 @@ def initialized() -> tuple[int, int]:
     return compat.distributed_ids() if jax.distributed.is_initialized() else (0, 1)
 
 
-def jax_distributed(timeout: float) -> ByBroadcast:
+def jax_distributed(timeout: float) -> Found:
     from jaxdist import compat
 
     rank, size = initialized()
@@ -71,7 +71,7 @@ def jax_distributed(timeout: float) -> ByBroadcast:
         return pickle.loads(store.blocking_key_value_get_bytes(key, int(1000 * timeout)))
 
     hosts = [share_of(root, socket.gethostname()) for root in range(size)]
-    return ByBroadcast("jax.distributed", rank, size, local_position(hosts, rank), lambda obj: share_of(0, obj))
+    return Found("jax.distributed", rank, size, *local_position(hosts, rank), lambda obj: share_of(0, obj))
 
 
 def _ray() -> Any:
@@ -87,9 +87,9 @@ def _ray() -> Any:
         return None
 
 
-def ray() -> ByBroadcast:
+def ray(timeout: float) -> Found:
     from ray.train.collective import broadcast_from_rank_zero  # pyright: ignore[reportMissingImports]
 
     ctx = _ray()
-    local = ctx.get_local_rank(), ctx.get_local_world_size()
-    return ByBroadcast("ray", ctx.get_world_rank(), ctx.get_world_size(), local, broadcast_from_rank_zero)
+    rank, local = (ctx.get_world_rank(), ctx.get_world_size()), (ctx.get_local_rank(), ctx.get_local_world_size())
+    return Found("ray", *rank, *local, broadcast_from_rank_zero)

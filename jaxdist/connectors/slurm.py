@@ -7,8 +7,8 @@ import os
 import re
 from collections.abc import Mapping
 
-from jaxdist.connectors.base import need, read_int
-from jaxdist.connectors.tcp import TcpConnector
+from jaxdist.connectors import tcp
+from jaxdist.connectors.base import Found, need, read_int
 from jaxdist.control.keys import job_key
 
 _CANDIDATES = 8
@@ -39,7 +39,7 @@ def tasks(env: Mapping[str, str]) -> int:
     return int(env["SLURM_NTASKS"]) if "SLURM_JOB_ID" in env and env.get("SLURM_NTASKS", "").isdigit() else 0
 
 
-def connect(timeout: float = 300.0) -> TcpConnector:
+def connect(timeout: float = 300.0) -> Found:
     """The connector of a Slurm step, at one of some ports that follow from its ids, as the token of the proof does."""
     env = dict(os.environ)
     env.setdefault("SLURM_NTASKS", env.get("SLURM_STEP_NUM_TASKS", ""))
@@ -61,7 +61,7 @@ def connect(timeout: float = 300.0) -> TcpConnector:
     base = 12000 + int.from_bytes(hashlib.sha256(token.encode()).digest()[:4]) % 20000
     addresses = [(host, base + i) for i in range(_CANDIDATES)]
     key = job_key(host, token) if size > 1 else None
-    return TcpConnector(addresses, rank, size, timeout, name="slurm", key=key)
+    return tcp.over(addresses, "slurm", rank, size, timeout, key)
 
 
 def _size(env: Mapping[str, str]) -> int:
