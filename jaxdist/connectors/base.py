@@ -8,9 +8,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxdist.control.channel import Control
 
-ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What connector env:// needs; of a process alone only the first two."""
-
 
 @runtime_checkable
 class Connector(Protocol):
@@ -58,8 +55,8 @@ def read_int(env: Mapping[str, str], name: str, low: int = 0, high: int | None =
     except ValueError:
         value = None
     if value is None or value < low or (high is not None and value > high):
-        wanted = f"an integer from {low} to {high}" if high is not None else f"an integer >= {low}"
-        raise ValueError(f"{name}={env[name]!r} in the environment, expected {wanted}")
+        most = "" if high is None else f" to {high}"
+        raise ValueError(f"{name}={env[name]!r} in the environment, expected an integer from {low}{most}")
     return value
 
 
@@ -67,8 +64,6 @@ def need(env: Mapping[str, str], names: tuple[str, ...], connector: str, fix: st
     """Complain about environment variables that are absent."""
     missing = [name for name in names if not env.get(name)]
     if missing:
-        present = ", ".join(f"{n}={env[n]}" for n in names if env.get(n)) or "none of them"
         raise ValueError(
-            f"connector {connector!r} needs {', '.join(names)} in the environment; missing: "
-            f"{', '.join(missing)} (set: {present}). {fix}"
+            f"connector {connector!r} needs {', '.join(names)} in the environment; missing: {', '.join(missing)}. {fix}"
         )

@@ -20,7 +20,6 @@ from jaxdist.connectors.base import Found, local_position, need, read_int
 _TRAINER = ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS")
 # Kubeflow's training operator, JAXJob: https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/jax/
 _JAXJOB = ("PROCESS_ID", "NUM_PROCESSES", "COORDINATOR_ADDRESS", "COORDINATOR_PORT")
-_BY = "The controller sets them in each pod"
 
 
 def engine(env: Mapping[str, str]) -> str | None:
@@ -38,7 +37,7 @@ def kubeflow(timeout: float) -> Found:
     """Of Kubeflow: jaxdist's ranks meet where JAX's coordinator would have listened."""
     env = os.environ
     names = _TRAINER if any(name in env for name in _TRAINER) else _JAXJOB
-    need(env, names, "kubeflow", _BY)
+    need(env, names, "kubeflow", "The controller sets them in each pod")
     size = read_int(env, names[1], 1)
     rank = read_int(env, names[0], 0, size - 1)
     host, _, port = ":".join(env[name] for name in names[2:]).rpartition(":")

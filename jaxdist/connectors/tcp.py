@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from jaxdist.connectors.base import ENV, Found, local_position, need, read_int
+from jaxdist.connectors.base import Found, local_position, need, read_int
 from jaxdist.control.channel import Control
 
+_ALONE = ("RANK", "WORLD_SIZE")  # all that a process alone needs
 _BY_HAND = (
     "Start each process with all of them, for example RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500; "
     "pass jaxdist.init('tcp://host:port', rank=..., size=...); or use `jaxdist run -n N`, torchrun or mpirun"
@@ -43,7 +44,7 @@ def connect(
         if value is not None:
             env[name] = str(value)
     alone = env.get("WORLD_SIZE") == "1"
-    need(env, ENV[:2] if alone else ENV, spec, _BY_HAND)
+    need(env, _ALONE if alone else (*_ALONE, "MASTER_ADDR", "MASTER_PORT"), spec, _BY_HAND)
     size = read_int(env, "WORLD_SIZE", 1)
     rank = read_int(env, "RANK", 0, size - 1)
     if alone:
