@@ -26,20 +26,19 @@ class Connector(Protocol):
 
 @dataclass
 class Found:
-    """Who this process is, as it has found, and a way to have a value of rank 0."""
+    """Who this process is, as it has found, and a way to have a value of another rank."""
 
     name: str
     rank: int
     size: int
     local_rank: int
     local_size: int
-    share: Callable[[Any], Any]
+    share: Callable[[Any, int], Any]
     control: Control | None = None  # that stays open as the job's
 
     def broadcast(self, obj: Any, root: int = 0) -> Any:
-        """The value of rank 0 on every process."""
-        assert root == 0, root
-        return self.share(obj)
+        """The value of the root on every process."""
+        return self.share(obj, root)
 
 
 def local_position(hosts: list[str], rank: int) -> tuple[int, int]:

@@ -60,7 +60,7 @@ def jax_distributed(timeout: float) -> Found:
     rank, size = initialized()
     store, number = compat.key_value_store(), 0
 
-    def share_of(root: int, obj: Any) -> Any:
+    def share(obj: Any, root: int) -> Any:
         nonlocal number
         number += 1
         key = f"jaxdist/{number}"
@@ -69,8 +69,8 @@ def jax_distributed(timeout: float) -> Found:
             return obj
         return pickle.loads(store.blocking_key_value_get_bytes(key, int(1000 * timeout)))
 
-    hosts = [share_of(root, socket.gethostname()) for root in range(size)]
-    return Found("jax.distributed", rank, size, *local_position(hosts, rank), lambda obj: share_of(0, obj))
+    hosts = [share(socket.gethostname(), root) for root in range(size)]
+    return Found("jax.distributed", rank, size, *local_position(hosts, rank), share)
 
 
 def _ray() -> Any:
@@ -89,6 +89,10 @@ def _ray() -> Any:
 def ray(timeout: float) -> Found:
     from ray.train.collective import broadcast_from_rank_zero  # pyright: ignore[reportMissingImports]
 
+    def share(obj: Any, root: int) -> Any:
+        assert root == 0, root  # all that jaxdist asks for
+        return broadcast_from_rank_zero(obj)
+
     ctx = _ray()
     rank, local = (ctx.get_world_rank(), ctx.get_world_size()), (ctx.get_local_rank(), ctx.get_local_world_size())
-    return Found("ray", *rank, *local, broadcast_from_rank_zero)
+    return Found("ray", *rank, *local, share)
