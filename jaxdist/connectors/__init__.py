@@ -5,16 +5,23 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxdist.connectors import engines, launchers, site, slurm, tcp
-from jaxdist.connectors.base import ByBroadcast, Connector
+from jaxdist.connectors import engines, launchers, mpi, site, slurm, tcp
+from jaxdist.connectors.base import Connector, Found
 
 __all__ = ["VALID", "Connector", "choose", "connect"]
 
-VALID = ("auto", "mpi", "slurm", "env://", "tcp://host:port", "jax.distributed", "kubeflow", "ray", "local")
-_MEMBERS = ("name", "rank", "size", "local_rank", "local_size", "broadcast")
+_MADE_BY: dict[str, Callable[[float], Found]] = {
+    "mpi": mpi.connect,
+    "slurm": slurm.connect,
+    "jax.distributed": engines.jax_distributed,
+    "kubeflow": engines.kubeflow,
+    "ray": engines.ray,
+    "local": lambda timeout: Found("local", 0, 1, 0, 1, lambda obj, root: obj),
+}
+VALID = ("auto", "env://", "tcp://host:port", *_MADE_BY)
 
 
 def choose(env: Mapping[str, str] | None = None) -> str:
@@ -59,11 +66,10 @@ def connect(
 
 def _made(spec: str | Connector | Any, timeout: float, rank: int | None, size: int | None) -> Connector:
     if not isinstance(spec, str):
-        lacking = [m for m in _MEMBERS if not hasattr(spec, m)]
-        if lacking:
+        if not isinstance(spec, Connector):
             raise TypeError(
-                f"connector of type {type(spec).__name__} lacks {', '.join(lacking)}: see "
-                "jaxdist.connectors.Connector for what each must do"
+                f"connector of type {type(spec).__name__}: expected an object with name, rank, size, local_rank, "
+                "local_size and broadcast, as jaxdist.connectors.Connector has them"
             )
         if spec.size < 1 or not 0 <= spec.rank < spec.size:
             raise ValueError(f"connector {spec.name}: rank {spec.rank} of size {spec.size}")
@@ -72,25 +78,13 @@ def _made(spec: str | Connector | Any, timeout: float, rank: int | None, size: i
         spec = choose()
     if spec == "env" or spec.startswith(("env://", "tcp://")):
         return tcp.connect(spec, timeout, rank=rank, size=size)
-    if spec not in VALID:
+    if spec not in _MADE_BY:
         raise ValueError(f"unknown connector {spec!r}; valid: {', '.join(VALID)}, or an object")
     if rank is not None or size is not None:
         raise ValueError(
             f"rank= and size= belong to connector 'tcp://host:port' or 'env://'; {spec!r} finds them by itself"
         )
-    if spec == "mpi":
-        from jaxdist.connectors.mpi import MpiConnector
-
-        return MpiConnector(timeout)
-    if spec == "jax.distributed":
-        return engines.jax_distributed(timeout)
-    if spec == "kubeflow":
-        return engines.kubeflow(timeout)
-    if spec == "ray":
-        return engines.ray()
-    if spec == "slurm":
-        return slurm.connect(timeout)
-    return ByBroadcast("local", 0, 1, (0, 1), lambda obj: obj)
+    return _MADE_BY[spec](timeout)
 
 
 def _refuse_alone(found: Connector, *, meant: bool) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What connector env:// needs; of a process alone only the first two."""
+from jaxdist.control.channel import Control
 
 
 @runtime_checkable
@@ -24,18 +24,21 @@ class Connector(Protocol):
         ...
 
 
-class ByBroadcast:
-    """A process alone, or one that an engine has started: told who it is, and with a way to have a value of rank 0."""
+@dataclass
+class Found:
+    """Who this process is, as it has found, and a way to have a value of another rank."""
 
-    def __init__(self, name: str, rank: int, size: int, local: tuple[int, int], share: Callable[[Any], Any]):
-        self.name, self.rank, self.size = name, rank, size
-        self.local_rank, self.local_size = local
-        self._share = share
+    name: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    share: Callable[[Any, int], Any]
+    control: Control | None = None  # that stays open as the job's
 
     def broadcast(self, obj: Any, root: int = 0) -> Any:
-        """The value of rank 0 on every process."""
-        assert root == 0, root
-        return self._share(obj)
+        """The value of the root on every process."""
+        return self.share(obj, root)
 
 
 def local_position(hosts: list[str], rank: int) -> tuple[int, int]:
@@ -51,8 +54,8 @@ def read_int(env: Mapping[str, str], name: str, low: int = 0, high: int | None =
     except ValueError:
         value = None
     if value is None or value < low or (high is not None and value > high):
-        wanted = f"an integer from {low} to {high}" if high is not None else f"an integer >= {low}"
-        raise ValueError(f"{name}={env[name]!r} in the environment, expected {wanted}")
+        most = "" if high is None else f" to {high}"
+        raise ValueError(f"{name}={env[name]!r} in the environment, expected an integer from {low}{most}")
     return value
 
 
@@ -60,8 +63,6 @@ def need(env: Mapping[str, str], names: tuple[str, ...], connector: str, fix: st
     """Complain about environment variables that are absent."""
     missing = [name for name in names if not env.get(name)]
     if missing:
-        present = ", ".join(f"{n}={env[n]}" for n in names if env.get(n)) or "none of them"
         raise ValueError(
-            f"connector {connector!r} needs {', '.join(names)} in the environment; missing: "
-            f"{', '.join(missing)} (set: {present}). {fix}"
+            f"connector {connector!r} needs {', '.join(names)} in the environment; missing: {', '.join(missing)}. {fix}"
         )

@@ -13,14 +13,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxdist.connectors import tcp
-from jaxdist.connectors.base import ByBroadcast, local_position, need, read_int
+from jaxdist.connectors.base import Found, local_position, need, read_int
 
 # What stands for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 # Kubeflow Trainer, runtime jax-distributed: https://www.kubeflow.org/docs/components/trainer/user-guides/jax/
 _TRAINER = ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS")
 # Kubeflow's training operator, JAXJob: https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/jax/
 _JAXJOB = ("PROCESS_ID", "NUM_PROCESSES", "COORDINATOR_ADDRESS", "COORDINATOR_PORT")
-_BY = "The controller sets them in each pod"
 
 
 def engine(env: Mapping[str, str]) -> str | None:
@@ -34,11 +33,11 @@ def engine(env: Mapping[str, str]) -> str | None:
     return "ray" if _ray() is not None else None
 
 
-def kubeflow(timeout: float) -> tcp.TcpConnector:
+def kubeflow(timeout: float) -> Found:
     """Of Kubeflow: jaxdist's ranks meet where JAX's coordinator would have listened."""
     env = os.environ
     names = _TRAINER if any(name in env for name in _TRAINER) else _JAXJOB
-    need(env, names, "kubeflow", _BY)
+    need(env, names, "kubeflow", "The controller sets them in each pod")
     size = read_int(env, names[1], 1)
     rank = read_int(env, names[0], 0, size - 1)
     host, _, port = ":".join(env[name] for name in names[2:]).rpartition(":")
@@ -55,13 +54,13 @@ def initialized() -> tuple[int, int]:
     return compat.distributed_ids() if jax.distributed.is_initialized() else (0, 1)
 
 
-def jax_distributed(timeout: float) -> ByBroadcast:
+def jax_distributed(timeout: float) -> Found:
     from jaxdist import compat
 
     rank, size = initialized()
     store, number = compat.key_value_store(), 0
 
-    def share_of(root: int, obj: Any) -> Any:
+    def share(obj: Any, root: int) -> Any:
         nonlocal number
         number += 1
         key = f"jaxdist/{number}"
@@ -70,8 +69,8 @@ def jax_distributed(timeout: float) -> ByBroadcast:
             return obj
         return pickle.loads(store.blocking_key_value_get_bytes(key, int(1000 * timeout)))
 
-    hosts = [share_of(root, socket.gethostname()) for root in range(size)]
-    return ByBroadcast("jax.distributed", rank, size, local_position(hosts, rank), lambda obj: share_of(0, obj))
+    hosts = [share(socket.gethostname(), root) for root in range(size)]
+    return Found("jax.distributed", rank, size, *local_position(hosts, rank), share)
 
 
 def _ray() -> Any:
@@ -87,9 +86,13 @@ def _ray() -> Any:
         return None
 
 
-def ray() -> ByBroadcast:
+def ray(timeout: float) -> Found:
     from ray.train.collective import broadcast_from_rank_zero  # pyright: ignore[reportMissingImports]
 
+    def share(obj: Any, root: int) -> Any:
+        assert root == 0, root  # all that jaxdist asks for
+        return broadcast_from_rank_zero(obj)
+
     ctx = _ray()
-    local = ctx.get_local_rank(), ctx.get_local_world_size()
-    return ByBroadcast("ray", ctx.get_world_rank(), ctx.get_world_size(), local, broadcast_from_rank_zero)
+    rank, local = (ctx.get_world_rank(), ctx.get_world_size()), (ctx.get_local_rank(), ctx.get_local_world_size())
+    return Found("ray", *rank, *local, share)

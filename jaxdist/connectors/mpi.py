@@ -11,26 +11,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxdist.connectors import launchers, site
+from jaxdist.connectors.base import Found
 
 
-class MpiConnector:
-    """The connector of an MPI job: a duplicate of COMM_WORLD, so that no message mixes with the user's."""
-
-    name = "mpi"
-
-    def __init__(self, timeout: float = 300.0):
-        mpi = _wait_for_all_ranks_in_mpi_init(timeout)
-        self.comm = mpi.COMM_WORLD.Dup()
-        self.rank: int = self.comm.rank
-        self.size: int = self.comm.size
-        node = self.comm.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank)
-        self.local_rank: int = node.rank
-        self.local_size: int = node.size
-        node.Free()
-
-    def broadcast(self, obj: Any, root: int = 0) -> Any:
-        """The root's picklable object, on every process."""
-        return self.comm.bcast(obj, root)
+def connect(timeout: float) -> Found:
+    """Through a duplicate of COMM_WORLD, so that no message mixes with the user's."""
+    mpi = _wait_for_all_ranks_in_mpi_init(timeout)
+    comm = mpi.COMM_WORLD.Dup()
+    node = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
+    found = Found("mpi", comm.rank, comm.size, node.rank, node.size, comm.bcast)
+    node.Free()
+    return found
 
 
 def load() -> Any:

@@ -125,7 +125,7 @@ class Control:
         turns = 0
         while True:
             with contextlib.suppress(queue.Empty):
-                return self._answers.get(timeout=timeout)
+                return self._next(timeout)
             known = self.whereabouts([r for r in self.others if r not in self.waiting])
             if known is not None:
                 break
@@ -134,10 +134,15 @@ class Control:
                 self.say(f"exchange {tag!r} has waited for {turns * (timeout or 0):g} s: others are busy in a step")
         self._send(("timeout", self._number, timeout, known and f" {known}."))
         with contextlib.suppress(queue.Empty):
-            return self._answers.get(timeout=_ANSWER_SECONDS)
+            return self._next(_ANSWER_SECONDS)
         raise ControlError(
             f"rank {self.rank}: exchange {tag!r} timed out after {timeout:g} s and {self.who(0)} does not answer"
         )
+
+    def _next(self, timeout: float | None) -> tuple[str, int, Any]:
+        while (answer := self._answers.get(timeout=timeout))[1] != self._number:
+            pass  # of an exchange that this rank has given up
+        return answer
 
     def listen(self, tag: str, hook: Callable[[int, Any], None]) -> None:
         """Call a hook with what another rank posts, on the channel's thread: it must not block."""

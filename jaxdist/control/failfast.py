@@ -72,13 +72,9 @@ def end(control: Control, error: BaseException) -> NoReturn:
     _end(control, error)
 
 
-def may_be_aftermath(error: BaseException) -> bool:
-    """Whether it may be an error that a rank meets only because another one is gone."""
-    return all(issubclass(type(one), _AFTERMATH) or "/gloo/" in message_of(one) for one in leaves(error))
-
-
 def _end(control: Control, error: BaseException) -> NoReturn:
-    if may_be_aftermath(error) and control.process.told_to_end(_CAUSE_SECONDS):
+    aftermath = all(issubclass(type(one), _AFTERMATH) or "/gloo/" in message_of(one) for one in leaves(error))
+    if aftermath and control.process.told_to_end(_CAUSE_SECONDS):
         control.process.depart(control.process.code)
     line = users_line(error.__traceback__)
     # The first line of a message says most.

@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import os
 import secrets
-import socket
+import tempfile
 from pathlib import Path
 
 _BYTES = 32
@@ -57,14 +57,11 @@ def _kept(path: Path) -> bytes:
 def _write(path: Path) -> None:
     """A new secret, unless another process is faster: whole when it appears."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    mine = path.with_name(f"{socket.gethostname()}.{os.getpid()}")
-    mine.unlink(missing_ok=True)
+    descriptor, mine = tempfile.mkstemp(dir=path.parent)  # for this user alone
     try:
-        with open(mine, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        with os.fdopen(descriptor, "wb") as file:
             file.write(secrets.token_bytes(_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):
             os.link(mine, path)
     finally:
-        mine.unlink(missing_ok=True)
+        Path(mine).unlink()

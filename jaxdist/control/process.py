@@ -80,15 +80,10 @@ class Process:
 
         threading.Thread(target=end, daemon=True).start()
 
-    def stay(self) -> NoReturn:
-        """Wait for the end of this process, which another thread sees to: nothing else may happen before."""
-        while True:
-            time.sleep(3600)
-
     def stay_if_ending(self) -> None:
         """Do not come back if another thread is about to end this process."""
-        if self._reason.is_set() and not self._held and self.is_owner():
-            self.stay()
+        while self._reason.is_set() and not self._held and self.is_owner():
+            time.sleep(3600)
 
     def depart(self, code: int, *, first: bool = False) -> NoReturn:
         """End this process now, whatever its main thread does: the first to end when the others had time to print why,

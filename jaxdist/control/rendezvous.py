@@ -93,7 +93,7 @@ async def gather(server: socket.socket, size: int, key: bytes, timeout: float, a
     """Rank 0: take in the other `size - 1` ranks, then tell each of them who is there."""
     door = _Door(server, size, key, timeout)
     accepting = asyncio.ensure_future(door.accept())
-    asyncio.get_running_loop().call_later(timeout, door.give_up, f"{timeout:g} s at {address}")
+    patience = asyncio.get_running_loop().call_later(timeout, door.give_up, f"{timeout:g} s at {address}")
     try:
         await door.done
     except (TimeoutError, ValueError) as error:
@@ -102,7 +102,7 @@ async def gather(server: socket.socket, size: int, key: bytes, timeout: float, a
             link.close()
         raise
     finally:
-        for task in [accepting, *door.waiting]:
+        for task in [patience, accepting, *door.waiting]:
             task.cancel()
         server.close()
     everyone = [door.members[r] for r in range(size)]

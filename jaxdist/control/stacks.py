@@ -40,11 +40,8 @@ def _main_thread() -> list[traceback.FrameSummary]:
     main = threading.main_thread().ident
     if sys.version_info < (3, 12):
         return _told_by_faulthandler(main)
-    frame, found = sys._current_frames().get(main or 0), list[traceback.FrameSummary]()
-    while frame is not None:
-        found.append(traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return found
+    frame = sys._current_frames().get(main or 0)
+    return traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False) if frame else []
 
 
 def _told_by_faulthandler(thread: int | None) -> list[traceback.FrameSummary]:

@@ -78,7 +78,7 @@ class Command:
     name: str
     argv: Sequence[str]
     environment: Mapping[str, str]
-    line_filter: LineFilter | None = None
+    line_filter: LineFilter
     death_signal: signal.Signals = signal.SIGKILL
     end_signal: signal.Signals = signal.SIGTERM  # that asks it to end, with time to save
 
@@ -90,13 +90,12 @@ def under_mpirun() -> list[str]:
 
 def start(command: Command) -> "subprocess.Popen[bytes]":
     """Its process, the leader of a group and a session."""
-    pipe = None if command.line_filter is None else subprocess.PIPE
     become = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), str(int(command.death_signal))]
     return subprocess.Popen(
         [*become, *command.argv],
         env={**os.environ, **command.environment},
-        stdout=pipe,
-        stderr=pipe,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         start_new_session=True,
     )
 

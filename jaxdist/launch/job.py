@@ -1,5 +1,6 @@
 """One start of a job: its ranks through mpirun or as processes of our own, to their end."""
 
+import functools
 import importlib.util
 import os
 import secrets
@@ -7,7 +8,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -15,8 +16,7 @@ from jaxdist.connectors import site
 from jaxdist.control import scratch
 from jaxdist.launch.command import ASK_TO_END, Command, under_mpirun
 from jaxdist.launch.hosts import Host, check_hosts, forwarded_environment
-from jaxdist.launch.mpi import Mpirun, find_mpirun, split_tag
-from jaxdist.launch.output import LineFilter
+from jaxdist.launch.mpi import Mpirun, find_mpirun, short_tag
 from jaxdist.launch.processes import Ended, Job
 
 
@@ -81,14 +81,11 @@ def launch(
         **environment,
     }
 
-    def shown(rank: int | None, line: bytes) -> bytes:
-        return b"[%d] %b" % (rank, line) if prefix and rank is not None else line  # None: mpirun's own words
-
     with scratch.folder("jaxdist-run-") as folder:
         if mpirun is not None:
-            commands = [_under_mpirun(mpirun, command, size, hosts, environment, folder, shown, prefix)]
+            commands = [_under_mpirun(mpirun, command, size, hosts, environment, folder, prefix)]
         else:
-            commands = _on_this_machine(command, size, environment, shown, direct=not prefix)
+            commands = _on_this_machine(command, size, environment, prefix)
         return Job(commands).run()
 
 
@@ -99,8 +96,7 @@ def _under_mpirun(
     hosts: Sequence[Host],
     environment: dict[str, str],
     folder: str,
-    shown: Callable[[int | None, bytes], bytes],
-    tag: bool,
+    prefix: bool,
 ) -> Command:
     check_hosts(hosts)  # MPICH waits for ever for a host that it can't reach
     export = {**forwarded_environment(), **environment} if hosts else {}
@@ -110,33 +106,24 @@ def _under_mpirun(
     spread = bool(hosts) or cores() >= 2 * size
     return Command(
         name="mpirun",
-        argv=mpirun.command(size, [*under_mpirun(), *command], tag=tag, spread=spread, hosts=hosts, export=export),
+        argv=mpirun.command(size, [*under_mpirun(), *command], tag=prefix, spread=spread, hosts=hosts, export=export),
         environment={**mpirun.environment(hosts), **files, **environment},
         end_signal=ASK_TO_END,
-        line_filter=lambda line: shown(*split_tag(line)) if tag else line,
+        line_filter=short_tag if prefix else bytes,
         # Of its daemons on other hosts it has to take leave. Here its ranks end with it; and Linux would send a SIGTERM
         # for each of its threads, at the second of which Open MPI leaves its ranks alone.
         death_signal=signal.SIGTERM if hosts else signal.SIGKILL,
     )
 
 
-def _on_this_machine(
-    command: list[str],
-    size: int,
-    environment: Mapping[str, str],
-    shown: Callable[[int | None, bytes], bytes],
-    *,
-    direct: bool,
-) -> list[Command]:
+def _on_this_machine(command: list[str], size: int, environment: Mapping[str, str], prefix: bool) -> list[Command]:
     """The ranks, told who they are as torchrun tells its own."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # What ranks write in pieces (all print()s under PYTHONUNBUFFERED, tracebacks) would mix. A notebook has no file.
-    direct = direct and size == 1 and sys.stdout is sys.__stdout__
     shared = {
         # Through a pipe Python would hold their output back until it has 8 KiB.
-        **({"PYTHONUNBUFFERED": "1"} if not direct and sys.stdout.isatty() else {}),
+        **({"PYTHONUNBUFFERED": "1"} if sys.stdout.isatty() else {}),
         **environment,
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
@@ -146,18 +133,19 @@ def _on_this_machine(
         "JAXDIST_SECRET": secrets.token_hex(16),
     }
 
-    def lines_of(rank: int) -> LineFilter:
-        return lambda line: shown(rank, line)
-
     return [
         Command(
             name=f"rank {rank}",
             argv=command,
             environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            line_filter=None if direct else lines_of(rank),
+            line_filter=functools.partial(_with_rank, rank) if prefix else bytes,
         )
         for rank in range(size)
     ]
+
+
+def _with_rank(rank: int, line: bytes) -> bytes:
+    return b"[%d] %b" % (rank, line)
 
 
 def _threads(ranks: int) -> dict[str, str]:

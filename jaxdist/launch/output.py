@@ -15,8 +15,8 @@ from typing import IO, TextIO
 
 from jaxdist.control.process import within
 
-# What to write for a line of a process: None drops it. The start of a very long line stands for all of it.
-LineFilter = Callable[[bytes], bytes | None]
+# What to write for a line of a process, or for the start of a very long one.
+LineFilter = Callable[[bytes], bytes]
 
 _WHOLE = 1 << 20  # bytes up to which a line comes in one piece
 NOT_WRITTEN = 120  # the exit code of a Python that can't write its output
@@ -33,7 +33,7 @@ class Pump(threading.Thread):
         self.written = 0
         self.problem = ""
         self._source, self._target, self._shown = source, target, shown
-        self._within: bool | None = None  # a very long line, whose start is out already: whether it is shown
+        self._inside = False  # a very long line, whose start is out already
         self.start()
 
     def run(self) -> None:
@@ -45,19 +45,18 @@ class Pump(threading.Thread):
                 lines = (begun + data).splitlines(keepends=True)
                 begun = b"" if _complete(lines[-1]) or len(lines[-1]) > _WHOLE else lines.pop()
                 self._write(b"".join(map(self._piece, lines)))
-            if begun or self._within is not None:
+            if begun or self._inside:
                 self._write(self._piece(begun + b"\n"))
 
     def _piece(self, part: bytes) -> bytes:
-        line = self._shown(part) if self._within is None else part if self._within else None
-        self._within = None if _complete(part) else line is not None
-        return line or b""
+        line = part if self._inside else self._shown(part)
+        self._inside = not _complete(part)
+        return line
 
     def _write(self, lines: bytes) -> None:
         self.writing = True
         try:
-            if lines:
-                write(self._target, lines)
+            write(self._target, lines)
         except OSError as error:
             if not isinstance(error, BrokenPipeError):
                 self.problem = error.strerror or str(error)

@@ -161,15 +161,14 @@ class Job:
 
     def _passed_on(self, command: Command, process: "subprocess.Popen[bytes]") -> list[Pump]:
         """Pass its output on, and note the causes that it tells."""
-        shown = command.line_filter
-        if shown is None or process.stdout is None or process.stderr is None:
-            return []
+        assert process.stdout is not None
+        assert process.stderr is not None
 
-        def noted(line: bytes) -> bytes | None:
+        def noted(line: bytes) -> bytes:
             if match := _CAUSE.search(line):
                 self._causes.append((match[1].decode(errors="replace"), match[2].decode()))
             elif match := _LOST.search(line):
                 self._causes.append((match[0].decode(errors="replace"), command.name))
-            return shown(line)
+            return command.line_filter(line)
 
         return [Pump(process.stdout, sys.stdout, noted), Pump(process.stderr, sys.stderr, noted)]

@@ -80,3 +80,12 @@ def fair_threads(resources: Sequence[Resources], rank: int) -> int:
     users = [h for h in resources if h.host == mine.host]
     share = sum(1 / sum(core in h.cores for h in users) for core in mine.cores)
     return max(1, int(share + 1e-9))
+
+
+def too_late(rank: int) -> RuntimeError:
+    """The error of a process whose backend has started before it has joined the job."""
+    return RuntimeError(
+        f"rank {rank}: a JAX backend was already in use when jaxdist.init was called, so this process can't join the "
+        "others, or have lanes. Call jaxdist.init first: before jax.distributed.initialize, jax.devices(), "
+        "jax.random.key(), any jnp array or jitted call (also those at the top of imported modules)"
+    )

@@ -8,6 +8,7 @@ import jax
 
 from jaxdist import compat
 from jaxdist.control.channel import Control
+from jaxdist.runtime import devices
 
 _MOST = 1024
 
@@ -52,16 +53,7 @@ def start(control: Control, lanes: int) -> None:
     threads (`_set_up_cpus`), and sums over the rows of a tall array had other bits with another number.
     """
     if compat.backend_started():
-        raise too_late(control, lanes)
+        raise devices.too_late(control.rank)
     jax.config.update("jax_num_cpu_devices", lanes // control.size)
     jax.config.update("jax_platforms", "cpu")
     os.environ["PJRT_NPROC"] = str(lanes)
-
-
-def too_late(control: Control, lanes: int) -> RuntimeError:
-    """The error of a process whose backend has started before `start`."""
-    return RuntimeError(
-        f"rank {control.rank}: a JAX backend was already in use when jaxdist.init was called, with other devices and "
-        f"threads than those of lanes={lanes}. Call jaxdist.init first: before jax.distributed.initialize, "
-        "jax.devices(), any jnp array or jitted call"
-    )

@@ -87,7 +87,7 @@ def jax_started(
     if own.over_gloo:
         _set_up_cpus(control, told, communicator)
     elif lanes:
-        raise in_lanes.too_late(control, lanes)
+        raise devices.too_late(control.rank)
     local_ids = [devices.choose_gpu(resources, control.rank)] if own.resources.platform == "gpu" else None
     _start_distributed(control, local_ids, timeout)
     if own.over_gloo:
@@ -110,12 +110,7 @@ def jax_started(
 
 def _told_by_this_rank(connector: Connector, control: Control, wanted: str, lanes: int | None) -> _Told:
     if compat.backend_started() and not jax.distributed.is_initialized():
-        raise RuntimeError(
-            f"rank {control.rank}: a JAX backend was already in use when jaxdist.init was called, so "
-            f"this process can't join the other {control.size - 1}. Call jaxdist.init() first: before "
-            "jax.devices(), jax.random.key(), any jnp array or jitted call (also those at the top "
-            "of imported modules)"
-        )
+        raise devices.too_late(control.rank)
     gpus = devices.visible_gpus()
     platform = devices.wanted_platform(compat.platforms_asked(), gpus)
     return _Told(
