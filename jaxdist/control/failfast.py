@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
 import sys
 import threading
@@ -30,8 +28,8 @@ def install(control: Control) -> None:
     """End the whole job when this process meets an uncaught exception, in any thread.
 
     The traceback is printed, every line marked with the rank; the other ranks print one line that says which rank
-    failed and why; all end with a non-zero code. A hook that was installed before (IPython, rich) is called, too. A
-    script that ends by SystemExit with a failing code ends the job too. A job of one process is left alone.
+    failed and why; all end with a non-zero code. A hook that was installed before (IPython, rich) is called, too.
+    `sys.exit` with a failing code on one rank ends the job too. A job of one process is left alone.
     """
     if control.size == 1:
         return
@@ -116,26 +114,27 @@ def fail_at_exit(control: Control, message: str) -> None:
 
 
 def _watch_exit(control: Control) -> None:
-    """Note the code of the SystemExit that ends the script, before the functions of atexit run.
+    """Note the code of the `sys.exit` that ends the script, before the functions of atexit run.
 
-    Python tells nobody: neither excepthook nor atexit. But the interpreter asks the exception for its `code`, with no
-    frame of Python on the stack. (Python 3.8 to 3.13.)
+    Python calls neither excepthook nor atexit with it. But the interpreter reads the exception's `code`, with no frame
+    of Python on the stack. (Python 3.8 to 3.13.)
     """
-    member = SystemExit.__dict__["code"]
 
-    def code(error: SystemExit) -> Any:
-        found = member.__get__(error)
-        if sys._getframe().f_back is None:
-            control.process.script_code = found
-        return found
+    class Exit(SystemExit):
+        @property
+        def code(self) -> Any:  # type: ignore[override]
+            code = super().code
+            if sys._getframe().f_back is None:
+                control.process.script_code = code
+            return code
 
-    gc.get_referents(SystemExit.__dict__)[0]["code"] = property(code, member.__set__)
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
+    Exit.__name__ = SystemExit.__name__
 
     def leave(status: Any = None, /) -> None:
-        raise SystemExit(status)
+        # In other threads, Python handles only SystemExit itself.
+        raise (Exit if threading.current_thread() is threading.main_thread() else SystemExit)(status)
 
-    # Python 3.11's own leaves making the exception to the interpreter, which then asks it nothing.
+    # Python's own leaves making the exception to the interpreter, which then reads nothing.
     sys.exit = leave  # type: ignore[assignment]
 
 

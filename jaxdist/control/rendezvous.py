@@ -19,7 +19,6 @@ from jaxdist.control.wire import SECONDS, Link
 # Seconds without a sign of a host before it is taken for lost; in between the job's timeout.
 _SILENCE_LEAST, _SILENCE_MOST = 3.0, 30.0
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B  # linux/sockios.h
-_TURNED_AWAY_SECONDS = 10.0  # after which a rank says that it is
 
 
 class Member(NamedTuple):

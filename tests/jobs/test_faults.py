@@ -55,7 +55,6 @@ FAULTS = [
     Fault("raises_in_a_thread", (WHO, "IndexError"), (HAND,), code=1),
     Fault("raises_in_a_callback", (WHO, "boom on purpose"), (MPIRUN,)),
     Fault("exits 0", ("rank 0 (", "exit code 3"), (MPIRUN, RUN), True, 3),
-    Fault("exits 1 raises", (WHO, "exit code 3"), (HAND,), code=3),
     Fault("dies", (), (RUN, MPIRUN), True, 137),
     Fault("dies 0", ("rank 0 (", "died"), (HAND,)),
     Fault("dies 1 SIGTERM", (WHO, "died"), (HAND, MPIRUN), True),
