@@ -76,6 +76,7 @@ class Executables:
         # Of rank 0, on the thread of its channel: what was made, and who waits for what is being made.
         self._made: dict[str, bytes] = {}
         self._waiting: dict[str, list[tuple[int, str]]] = {}
+        self._sent: dict[str, int] = {}  # to how many ranks
         if control.rank == 0:
             control.listen(_PROGRAM, self._hear)
 
@@ -114,14 +115,21 @@ class Executables:
         if made is not None:
             self._made[key] = made
             for other, question in self._waiting.pop(key, ()):
-                self._control.put(question, made, to=other)
+                self._pass_on(key, question, other)
         elif key in self._made:
-            self._control.put(name, self._made[key], to=rank)
+            self._pass_on(key, name, rank)
         elif key in self._waiting:
             self._waiting[key].append((rank, name))
         else:
             self._waiting[key] = []
             self._control.put(name, None, to=rank)
+
+    def _pass_on(self, key: str, name: str, rank: int) -> None:
+        """Send an executable to a rank, and forget it once every rank has it."""
+        self._control.put(name, self._made[key], to=rank)
+        self._sent[key] = self._sent.get(key, 0) + 1
+        if self._sent[key] == self._control.size - 1:
+            del self._made[key], self._sent[key]
 
 
 def _loaded(made: bytes, program: LoweredProgram, handles: Sequence[int]) -> Any:
