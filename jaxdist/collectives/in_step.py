@@ -1,8 +1,8 @@
 """The collectives as each device runs them along the data axis.
 
 In `jaxdist.per_device` they are part of the step. Outside a step, `jaxdist.collectives.outside` runs them
-as a program on one device per process. Each takes one array and gives each device its result; arguments
-are already valid. With `groups`, devices exchange within each group, and a device in no group acts alone.
+as a program on one device per process. Each takes one array and gives each device its result; groups
+and root are already valid. With `groups`, devices exchange within each group, and a device in no group acts alone.
 
 Gradients follow from JAX's rules for the operations used: they differentiate the sum of all
 devices' losses. The step turns that into the gradient of the mean loss, as for any other code.
@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from numpy.lib.array_utils import normalize_axis_index
 
 from jaxdist import compat
 from jaxdist.collectives.arguments import Groups, result_type
@@ -35,8 +36,6 @@ def allreduce(x: Any, op: str, groups: Groups) -> jax.Array:
     x = jnp.asarray(x)
     out = result_type(op, x.dtype)
     x = x.astype(out)
-    if not x.size:
-        return x
     if x.dtype == bool:
         return allreduce(x.astype(jnp.int8), _OF_BOOLEANS.get(op, op), groups).astype(bool)
     return (_product(x, groups) if op == "prod" else _reduced(x, op, groups)).astype(out)
@@ -46,9 +45,9 @@ def allgather(x: Any, axis: int, groups: Groups) -> jax.Array:
     """Concatenate the devices' arrays along `axis`."""
     x = jnp.asarray(x)
     x = x[None] if x.ndim == 0 else x
-    axis %= x.ndim
+    axis = normalize_axis_index(axis, x.ndim)
     equal, n = _equal(groups, "allgather")
-    if not x.size:
+    if not x.size:  # XLA gathers nothing that is empty
         return jnp.concatenate([x] * n, axis)
     return lax.all_gather(_movable(x), AXIS, axis=axis, tiled=True, axis_index_groups=equal).astype(x.dtype)
 
@@ -57,10 +56,8 @@ def reduce_scatter(x: Any, op: str, axis: int, groups: Groups) -> jax.Array:
     """Return this device's slice along `axis` of the reduction."""
     x = jnp.asarray(x)
     x = x.astype(result_type(op, x.dtype))
-    axis %= x.ndim
+    axis = normalize_axis_index(axis, x.ndim)
     equal, n = _equal(groups, "reduce_scatter")
-    if not x.size:
-        return x[(slice(None),) * axis + (slice(x.shape[axis] // n),)]
     if x.dtype == bool:
         return reduce_scatter(x.astype(jnp.int8), _OF_BOOLEANS.get(op, op), axis, groups).astype(bool)
     if op in ("sum", "avg"):
@@ -89,7 +86,7 @@ def reduce(x: Any, root: int, op: str, groups: Groups) -> jax.Array:
 def all_to_all(x: Any, split_axis: int, concat_axis: int, groups: Groups) -> jax.Array:
     """Send slice i along `split_axis` to device i; join received slices along `concat_axis`."""
     x = jnp.asarray(x)
-    split_axis, concat_axis = split_axis % x.ndim, concat_axis % x.ndim
+    split_axis, concat_axis = (normalize_axis_index(axis, x.ndim) for axis in (split_axis, concat_axis))
     equal, n = _equal(groups, "all_to_all")
     if not x.size:
         return jnp.concatenate([jnp.split(x, n, split_axis)[0]] * n, concat_axis)
@@ -105,9 +102,9 @@ def gather(x: Any, root: int, groups: Groups) -> jax.Array:
 
 def scatter(x: Any, root: int, groups: Groups) -> jax.Array:
     """Return this device's slice along axis 0 of the root's array."""
-    x = jnp.asarray(x)
-    rows = x.shape[0] // _equal(groups, "scatter")[1]
-    return all_to_all(x, 0, 0, groups)[root * rows : (root + 1) * rows]
+    parts = all_to_all(x, 0, 0, groups)
+    rows = parts.shape[0] // _equal(groups, "scatter")[1]
+    return parts[root * rows : (root + 1) * rows]
 
 
 def _varying(x: Any) -> Any:
@@ -125,7 +122,7 @@ def _movable(x: Any) -> Any:
 def _wide(x: Any) -> Any:
     """Convert to the dtype in which to sum."""
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    return _varying(x.astype(jnp.float32) if narrow else x)
+    return _movable(x.astype(jnp.float32) if narrow else x)
 
 
 def _reduced(x: Any, op: str, groups: Groups) -> Any:

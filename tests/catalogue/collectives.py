@@ -89,8 +89,7 @@ def _reduced(xp: Any, xs: list[Any], op: str) -> Any:
 
 def dtypes(call: Call, eager: bool = False) -> list[str]:
     """Those that the call takes."""
-    reduces = "reduce" in call["kind"]
-    more = COMPLEX * (call.get("op") not in ("min", "max")) + ["int4", "float8_e4m3fn"] * (eager and not reduces)
+    more = COMPLEX * (call.get("op") not in ("min", "max")) + ["int4", "float8_e4m3fn"] * eager
     return [*FLOATS, *INTS, "bool", *more]
 
 

@@ -86,7 +86,6 @@ ROWS_OF: list[Row] = [
     Row([word("collectives:random_calls", 8)], (MPIRUN,), ()),
     Row([word("collectives:random_calls", 20)], (), (THREE, FOUR_MPI)),
     Row([word("collectives:random_calls", 10)], (), (FOUR,)),
-    Row(["collectives:gradients"], (MPIRUN,), (HAND,)),
     Row([word("collectives:large", 4, 4.0)], (MPIRUN,), ()),
     Row([word("collectives:large", 50 if FULL else 10, 35.0)], (), (HAND, MPIRUN)),
     Row([word("collectives:of_jax", True)], (MPIRUN,), ()),
