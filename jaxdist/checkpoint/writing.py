@@ -35,7 +35,6 @@ def save(
     *,
     wait: bool = True,
     keep: int | None = None,
-    overwrite: bool = False,
 ) -> Saving:
     """Write a checkpoint; every process calls it.
 
@@ -51,7 +50,6 @@ def save(
       wait: if False, return as soon as the state is copied, and write in the background. Training may continue and
         donate the state; the next `save` and the end of the script wait for the writing.
       keep: the number of checkpoints to keep: this one and the highest others. None keeps all.
-      overwrite: replace an existing checkpoint of this step.
 
     Returns:
       The write in progress; its ``wait()`` returns when the checkpoint is on disk, and raises its error.
@@ -85,14 +83,11 @@ def save(
         final, leaves = directory.absolute(path) / str(step), named(state)
         _check(leaves, step, keep)
         if ctx.is_root:
-            _make_ready(final, overwrite)
-        asked = ("the checkpoint", str(final)), ("keep", str(keep)), ("overwrite", str(overwrite))
+            _make_ready(final)
+        asked = ("the checkpoint", str(final)), ("keep", str(keep))
         return Part((final, leaves), asked, secrets.token_hex(8))
 
-    errors, advice = (
-        (CheckpointError, FileExistsError, ValueError, TypeError, ImportError),
-        "Pass the same on every rank",
-    )
+    errors, advice = (CheckpointError, FileExistsError, ValueError, TypeError, ImportError), "Pass the same everywhere"
     (final, leaves), told = on_every_rank(ctx, "save", prepare, raises=errors, advice=lambda _: advice)
     if ctx.size > 1:
         _compare(ctx, leaves)
@@ -137,20 +132,16 @@ def _check(leaves: dict[Name, Any], step: Any, keep: Any) -> None:
             raise ValueError(f"leaf {'.'.join(name)} was donated to a step: save the result of the step")
 
 
-def _make_ready(final: Path, overwrite: bool) -> None:
+def _make_ready(final: Path) -> None:
     """Create the directory and lock it (root only)."""
     path = final.parent
     try:
         path.mkdir(parents=True, exist_ok=True)
         directory.lock(path)
-        for step in directory.steps(path):  # a replacement that was killed halfway
-            directory.place(path / str(step)).rename(path / str(step))
     except OSError as error:
         raise CheckpointError(f"can't write into {path}: {error}") from error
-    if final.exists() and not overwrite and final.resolve() not in directory.passed_over:
-        raise FileExistsError(
-            f"{final} already exists: restore it, save into a different directory, or replace it with overwrite=True"
-        )
+    if os.path.lexists(final) and final.resolve() not in directory.passed_over:
+        raise FileExistsError(f"{final} already exists: restore it, remove it, or save into a different directory")
 
 
 def _compare(ctx: Context, leaves: dict[Name, Any]) -> None:
