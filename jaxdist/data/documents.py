@@ -9,7 +9,6 @@ import glob
 import itertools
 import json
 import os
-import re
 import secrets
 import shutil
 import zlib
@@ -70,21 +69,17 @@ class Text:
         self._sizes = [Path(path).stat().st_size for path in paths]
 
     def __iter__(self) -> Iterator[str]:
-        for path, size in zip(self._paths, self._sizes, strict=True):
-            data = np.memmap(path, np.uint8, "r") if size else b""
-            breaks = re.finditer(re.escape(self._split.encode()), data) if self._split else ()  # type: ignore[arg-type]
-            start = 0
-            for end, following in itertools.chain((found.span() for found in breaks), [(size, size)]):
+        for path in self._paths:
+            rest, size = "", 1 << 24 if self._split else -1
+            with Path(path).open(encoding="utf-8-sig") as file:
                 try:
-                    text = bytes(data[start:end]).decode()
+                    for text in iter(functools.partial(file.read, size), ""):
+                        *whole, rest = (rest + text).split(self._split) if self._split else [text]
+                        yield from filter(None, whole)
                 except UnicodeDecodeError as error:
-                    raise ValueError(
-                        f"{path} is not UTF-8 at byte {start + error.start}: convert the file, or leave it out"
-                    ) from None
-                text = text if start else text.removeprefix("\ufeff")
-                start = following
-                if text := text.removesuffix("\r") if self._split == "\n" else text:  # on Windows
-                    yield text
+                    raise ValueError(f"{path} is not UTF-8 ({error}): convert the file, or leave it out") from None
+            if rest:
+                yield rest
 
     def checksum(self) -> int:
         """Return a checksum of the files' bytes; above one GiB, of lengths and samples."""

@@ -119,7 +119,7 @@ class Reader:
                 then = Place(at.epoch + 1)
                 if self._enough(further):
                     example, start, state = further[0]
-                    then = Place(at.epoch, at.position + whole, as_text((start, state, digest(example))))
+                    then = Place(at.epoch, at.position + whole, repr((start, state, digest(example))))
                 for example, *_ in rows if self.compare else ():
                     total = zlib.crc32(digest(example).to_bytes(4, "big"), total)
                 here = self.sampling.of(len(rows))
@@ -148,7 +148,8 @@ class Reader:
             examples.set_state(of_text(state))
         skip = at.position - start
         while True:
-            mark = (start, as_text(examples.get_state())) if exact else (0, None)  # may change in place
+            now = as_text(examples.get_state()) if exact else None  # it may change in place
+            mark = (0, None) if now is None else (start, now)
             rows = list(itertools.islice(examples, self.window or self.sampling.whole))
             if self.window:
                 rng = np.random.default_rng([self.sampling.seed, at.epoch, start // self.window])
