@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import errno
 import fcntl
-import logging
 import os
 import re
 import secrets
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from jaxdist.checkpoint import manifest
 from jaxdist.errors import CheckpointError
+from jaxdist.step.tracing import say_once
 
 ITEM = "default"  # orbax's CheckpointManager gives this name to the only item of a step
 UNFINISHED = ".orbax-checkpoint-tmp"  # orbax, too, treats such directories as unfinished
@@ -23,9 +23,7 @@ _SPECIAL = re.compile(r"[*?\[\]\\]|:/")  # characters of a pattern or a URL
 _LOCK = ".jaxdist-lock"
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # file systems without locks
 _MOST = 64  # locks per process at a time: each keeps a file open
-_log = logging.getLogger("jaxdist")
 _held: dict[Path, int] = {}  # lock files and their descriptors
-_warned: set[str] = set()
 passed_over: set[Path] = set()
 """Damaged checkpoints that this process skipped for older ones; it will reach their steps again."""
 
@@ -42,13 +40,6 @@ def absolute(path: str | os.PathLike[str]) -> Path:
             "a special meaning: use a directory without * ? [ ] \\ and :/ that all processes share"
         )
     return found
-
-
-def warn_once(text: str) -> None:
-    """Log a warning, once per process."""
-    if text not in _warned:
-        _warned.add(text)
-        _log.warning("%s", text)
 
 
 def steps(path: Path) -> list[int]:
@@ -95,7 +86,7 @@ def tidy(final: Path, keep: int | None) -> None:
     passed_over.discard(final.resolve())
     others = [s for s in steps(path) if s != step and (path / str(s)).resolve() not in passed_over]
     if others and others[-1] > step:
-        warn_once(
+        say_once(
             f"step {others[-1]} in {path} is higher than the step just saved, and restore takes the "
             "highest. To continue from here, remove the higher ones or save into a different directory"
         )
@@ -112,7 +103,7 @@ def discard(directory: Path) -> None:
             directory.rename(gone)
         shutil.rmtree(gone)
     except OSError as error:
-        warn_once(f"{gone} can't be removed, and stays: {error}")
+        say_once(f"{gone} can't be removed, and stays: {error}")
 
 
 def lock(path: Path) -> None:
@@ -134,7 +125,7 @@ def lock(path: Path) -> None:
         if error.errno not in _UNSUPPORTED:
             os.close(fd)
             raise
-        warn_once(f"{file} is on a file system without locks: make sure that one job at a time saves there")
+        say_once(f"{file} is on a file system without locks: make sure that one job at a time saves there")
     _held[file] = fd
     if len(_held) > _MOST:
         os.close(_held.pop(next(iter(_held))))  # the lock of the first directory

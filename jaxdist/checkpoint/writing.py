@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -91,7 +91,7 @@ def save(
     (final, leaves), told = on_every_rank(ctx, "save", prepare, raises=errors, advice=lambda _: advice)
     if ctx.size > 1:
         _compare(ctx, leaves)
-    parts = [_part(ctx, name, x, copy=not wait) for name, x in leaves.items()]
+    parts = {name: _part(ctx, x, copy=not wait) for name, x in leaves.items()}
     token = told[0]
     # A new name, so leftovers of a killed job do not matter.
     temporary = final.with_name(f"{step}.{token}{directory.UNFINISHED}")
@@ -161,45 +161,41 @@ def _compare(ctx: Context, leaves: dict[Name, Any]) -> None:
         raise CheckpointError(f"{error}. Compute per-rank values from ctx.rank after restore") from None
 
 
-class _Part(NamedTuple):
-    """A leaf to be written."""
-
-    name: Name
-    leaf: Leaf  # as in the manifest, without the digest
-    value: Any = None  # the array that this rank writes, whole or in part
+Parts = dict[Name, tuple[Leaf, Any]]  # without digests; the arrays that this rank writes, whole or in part, or None
 
 
-def _part(ctx: Context, name: Name, x: Any, copy: bool) -> _Part:
+def _part(ctx: Context, x: Any, copy: bool) -> tuple[Leaf, Any]:
     """Prepare a leaf for writing; copy it if training continues meanwhile."""
     if type(x) in PYTHON:
-        return _Part(name, Leaf(kind_of(x), str(x) if isinstance(x, str) else x))
+        return Leaf(kind_of(x), str(x) if isinstance(x, str) else x), None
     key = str(jax.random.key_impl(x)) if is_key(x) else None
     kind, weak, x = kind_of(x), bool(getattr(x, "weak_type", False)), stored_form(x)
     leaf = Leaf(kind, None, tuple(x.shape), np.dtype(x.dtype).name, 0, key, weak)
     array = physical(x)
     in_shards = isinstance(getattr(array, "sharding", None), NamedSharding) and not array.is_fully_replicated
     if in_shards and x.size and (ctx.size == 1 or not array.is_fully_addressable):
-        return _Part(name, leaf, copied(array, array.sharding) if copy else array)
-    return _Part(name, leaf, np.array(on_host(x), copy=copy or None) if ctx.is_root and x.size else None)
+        return leaf, copied(array, array.sharding) if copy else array
+    return leaf, np.array(on_host(x), copy=copy or None) if ctx.is_root and x.size else None
 
 
-def _write(ctx: Context, item: Path, parts: list[_Part]) -> dict[Name, int]:
+def _write(ctx: Context, item: Path, parts: Parts) -> dict[Name, int]:
     """Write this rank's part, and return its shares in the digests."""
-    mine = [part for part in parts if part.value is not None]
+    mine = {name: value for name, (_, value) in parts.items() if value is not None}
     item.mkdir(parents=True, exist_ok=True)
     if mine:
-        arrays.write({part.name: part.value for part in mine}, item, ctx.rank)
-    return {part.name: share_of(part.value, part.leaf.shape, ctx.is_root) for part in mine}
+        arrays.write(mine, item, ctx.rank)
+    return {name: share_of(value, parts[name][0].shape, ctx.is_root) for name, value in mine.items()}
 
 
-def _conclude(temporary: Path, final: Path, parts: list[_Part], shares: list[dict[Name, int]]) -> None:
+def _conclude(temporary: Path, final: Path, parts: Parts, shares: list[dict[Name, int]]) -> None:
     """Complete the checkpoint that all ranks have written, and give it its name (root only)."""
     leaves = {
-        part.name: part.leaf._replace(digest=sum(own.get(part.name, 0) for own in shares) % MODULUS) for part in parts
+        name: leaf._replace(digest=sum(own.get(name, 0) for own in shares) % MODULUS)
+        for name, (leaf, _) in parts.items()
     }
-    mine = [part for part in parts if part.value is not None]
+    mine = {name: leaf.shape for name, (leaf, value) in parts.items() if value is not None}
     if mine:
-        padded = {part.name: part.leaf.shape for part in mine if part.value.shape != part.leaf.shape}
+        padded = {name: shape for name, shape in mine.items() if parts[name][1].shape != shape}
         arrays.finalize(temporary / directory.ITEM, padded)
     manifest.write(temporary, int(final.name), leaves)
     directory.publish(temporary, final)

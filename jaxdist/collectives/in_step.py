@@ -23,8 +23,6 @@ from jaxdist.collectives.arguments import Groups, result_type
 from jaxdist.ir.primitives import group_reduce_p
 from jaxdist.mesh import AXIS
 
-_OF_BOOLEANS = {"sum": "max", "prod": "min"}
-
 
 def size() -> int:
     """Return the number of devices along the axis."""
@@ -35,9 +33,7 @@ def allreduce(x: Any, op: str, groups: Groups) -> jax.Array:
     """Reduce over all devices; each gets the result."""
     x = jnp.asarray(x)
     out = result_type(op, x.dtype)
-    x = x.astype(out)
-    if x.dtype == bool:
-        return allreduce(x.astype(jnp.int8), _OF_BOOLEANS.get(op, op), groups).astype(bool)
+    x, op = _of_numbers(x.astype(out), op)
     return (_product(x, groups) if op == "prod" else _reduced(x, op, groups)).astype(out)
 
 
@@ -55,17 +51,16 @@ def allgather(x: Any, axis: int, groups: Groups) -> jax.Array:
 def reduce_scatter(x: Any, op: str, axis: int, groups: Groups) -> jax.Array:
     """Return this device's slice along `axis` of the reduction."""
     x = jnp.asarray(x)
-    x = x.astype(result_type(op, x.dtype))
+    out = result_type(op, x.dtype)
+    x, op = _of_numbers(x.astype(out), op)
     axis = normalize_axis_index(axis, x.ndim)
     equal, n = _equal(groups, "reduce_scatter")
-    if x.dtype == bool:
-        return reduce_scatter(x.astype(jnp.int8), _OF_BOOLEANS.get(op, op), axis, groups).astype(bool)
     if op in ("sum", "avg"):
         part = lax.psum_scatter(_wide(x), AXIS, scatter_dimension=axis, tiled=True, axis_index_groups=equal)
-        return (part / n if op == "avg" else part).astype(x.dtype)
-    parts = all_to_all(x, axis, axis, groups)
-    parts = _wide(parts).reshape(*x.shape[:axis], n, x.shape[axis] // n, *x.shape[axis + 1 :])
-    return {"prod": jnp.prod, "max": jnp.max, "min": jnp.min}[op](parts, axis).astype(x.dtype)
+        return (part / n if op == "avg" else part).astype(out)
+    parts = _wide(all_to_all(x, axis, axis, groups))
+    parts = parts.reshape(*x.shape[:axis], n, x.shape[axis] // n, *x.shape[axis + 1 :])
+    return {"prod": jnp.prod, "max": jnp.max, "min": jnp.min}[op](parts, axis).astype(out)
 
 
 def broadcast(x: Any, root: int, groups: Groups) -> jax.Array:
@@ -105,6 +100,11 @@ def scatter(x: Any, root: int, groups: Groups) -> jax.Array:
     parts = all_to_all(x, 0, 0, groups)
     rows = parts.shape[0] // _equal(groups, "scatter")[1]
     return parts[root * rows : (root + 1) * rows]
+
+
+def _of_numbers(x: Any, op: str) -> tuple[Any, str]:
+    """Return booleans as 0 and 1, with the operation that means "or" or "and"."""
+    return (x.astype(jnp.int8), {"sum": "max", "prod": "min"}.get(op, op)) if x.dtype == bool else (x, op)
 
 
 def _varying(x: Any) -> Any:

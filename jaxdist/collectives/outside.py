@@ -6,7 +6,6 @@ The program is a function of `jaxdist.collectives.in_step`, over one device per 
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,7 +40,6 @@ class Outside:
 
     def __init__(self, ctx: Context):
         self._ctx = ctx
-        self._debug = os.environ.get("JAXDIST_DEBUG", "0") not in ("", "0")
         self._number = 0
         self._lock = threading.Lock()  # threads must keep one order on all ranks
         self._turns, self._ledger = ctx.only(Turns), ctx.only(Ledger)
@@ -93,8 +91,6 @@ class Outside:
         """Wait for all ranks; raise unless all make the same call (a rank with a problem returns)."""
         ctx, number = self._ctx, f"eager collective {self._number}"
         what, entry = f"{mine} ({number})", Entry(mine.fingerprint.to_bytes(8, "little"), str(mine))
-        if self._debug:
-            ctx.control.say(f"{number}: {mine.problem or mine}")
         if not mine.problem:
             self._ledger.announce(entry)
         same = self._mpi.same(mine.fingerprint, what) if self._mpi else ctx.size == 1

@@ -331,12 +331,10 @@ def _coded(i: int, ids: Any, dtype: np.dtype[Any]) -> np.ndarray:
         return np.zeros(0, dtype)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise TypeError(f"encode gave {ids.dtype} of shape {ids.shape} for document {i}: expected a list of integers")
-    for token in (int(ids.min()), int(ids.max())):
-        holds = lambda name, token=token: np.iinfo(name).min <= token <= np.iinfo(name).max
-        if not holds(dtype):
-            wider = next(name for name in ("uint16", "uint32", "int32", "int64", "uint64") if holds(name))
-            raise ValueError(f"document {i} has token {token}, which {dtype} does not hold: pass dtype={wider!r}")
-    return ids.astype(dtype)
+    coded = ids.astype(dtype)
+    if (coded != ids).any():
+        raise ValueError(f"document {i} has token {ids[coded != ids][0]}, which {dtype} does not hold: pass dtype=")
+    return coded
 
 
 def _sampled(documents: Any) -> list[tuple[int, Any]]:

@@ -19,8 +19,6 @@ from jaxdist.data.sampling import Place, Sampling
 from jaxdist.data.sources import Arrays, as_text, digest, of_text, open_epoch, stacked
 from jaxdist.errors import DataError
 
-_AT_HAND, _SMALL = 1 << 28, 1 << 20  # bytes of arrays, of a rank's batch: no need to read ahead
-
 
 class Read(NamedTuple):
     """A batch."""
@@ -62,7 +60,7 @@ class Reader:
             read: Callable[[int], Read] = lambda _: next(batches)
         else:
             read = functools.partial(self._by_index, place)
-        if not self.workers and (not self.prefetch or self._is_at_hand()):
+        if not self.workers and not self.prefetch:
             return (read(step) for step in itertools.count())
         import grain  # slow to import
 
@@ -77,13 +75,6 @@ class Reader:
         compat.start_quiet_tracker()
         steps = steps.mp_prefetch(grain.multiprocessing.MultiprocessingOptions(self.workers, max(1, self.prefetch)))
         return iter(steps.map(lambda read: jax.tree.map(compat.forget_name, read)))
-
-    def _is_at_hand(self) -> bool:
-        """Check whether copying a batch is faster than importing grain or using a thread."""
-        if not isinstance(self.source, Arrays) or self.transform is not None:
-            return False
-        part = self.sampling.batch_size * len(self.sampling.own) / len(self.source)
-        return self.source.nbytes <= _AT_HAND and self.source.nbytes * part <= _SMALL
 
     def _by_index(self, start: Place, step: int) -> Read:
         """Return the batch `step` batches after a position; also called in workers."""

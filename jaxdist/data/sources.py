@@ -32,7 +32,6 @@ class Arrays:
             found = ", ".join(f"{name} has {n}" for n, name in lengths.items()) or "it has no arrays"
             raise ValueError(f"the arrays of the data set have different numbers of examples: {found}")
         self.tree, (self.length,) = jax.tree.map(np.asarray, tree), lengths
-        self.nbytes = sum(x.nbytes for x in jax.tree.leaves(self.tree))
 
     def __len__(self) -> int:
         return self.length

@@ -104,8 +104,6 @@ def test_any_restarts_on_any_ranks_skip_and_repeat_nothing(
         seen = flat(epoch(loaders, steps))
         states = {json.dumps(loader.get_state()) for loader in loaders}
         assert len(states) == 1
-        for loader in loaders:
-            loader.close()
         if not killed:
             got[number] += seen
             (state,) = states
@@ -357,7 +355,7 @@ def test_worker_processes(tmp_path: Path) -> None:
     for _ in range(2):
         for a, b in zip(want, got, strict=True):
             jax.tree.map(np.testing.assert_array_equal, a, b)
-    got.close()
+    del got
     script = str(SCRIPTS / "workers.py")
     _, output = told.run(2, Path(script))
     assert sorted(output.splitlines()) == ["27.0", "39.0"]

@@ -114,9 +114,9 @@ def test_text_files_that_are_written_anew(tmp_path: Path) -> None:
         (["a", "b"], str.encode, {}, ("1", "2")),
         (iter(["a"]), str.encode, {}, ("list_iterator",)),
         ([], str.encode, {}, ("no documents",)),
-        (["a"], lambda x: [70_000], {}, ("document 0", "70000", "uint16", "dtype='uint32'")),
-        (["a"], lambda x: [2**33], {}, ("8589934592", "uint16", "dtype='int64'")),
-        (["a"], lambda x: [-1], {}, ("document 0", "-1", "dtype='int32'")),
+        (["a"], lambda x: [70_000], {}, ("document 0", "70000", "uint16", "dtype=")),
+        (["a"], lambda x: [2**33], {}, ("8589934592", "uint16")),
+        (["a"], lambda x: [-1], {}, ("document 0", "-1", "uint16")),
         (["a"], lambda x: [0.5], {}, ("document 0", "float64")),
     ],
 )
