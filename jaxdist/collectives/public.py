@@ -30,8 +30,8 @@ def allreduce(x: Any, op: Op = "sum", groups: Groups | None = None) -> Any:
     Args:
       x: array, Python number, or a pytree of them. It is not changed.
       op: "sum", "prod", "min", "max", or "avg".
-      groups: ranks that reduce among themselves, such as ``[[0, 1], [2, 3]]``. A rank in no group gets its own `x`
-        back. The default is one group of all ranks.
+      groups: ranks that reduce among themselves, such as ``[[0, 1], [2, 3]]``. The default is one group of all ranks. A
+        rank in no group gets its own `x` back. Inside a step, groups have one size, and cover every device.
 
     Returns:
       JAX arrays with the structure, shapes, and dtypes of `x`. "avg" of integers and booleans has the dtype of

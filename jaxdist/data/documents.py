@@ -139,7 +139,7 @@ class Documents:
           OSError: the folder does not exist.
           DataError: its files are damaged, or `jaxdist.data.tokenize` did not write them.
         """
-        path, sound, why = Path(folder).absolute(), False, ""
+        path = Path(folder).absolute()
         try:
             about = json.loads((path / _ABOUT).read_text())
             tokens, ends = (np.load(path / name, mmap_mode="r") for name in (_TOKENS, _ENDS))
@@ -148,14 +148,14 @@ class Documents:
                 and (tokens.dtype.name, len(tokens)) == (about["dtype"], ends[-1])
                 and len(about[_TOKENS]) == -(-len(tokens) // _BLOCK)
             )
+            if not sound:
+                raise ValueError("its lengths or digests do not match")
         except (OSError, EOFError, ValueError, TypeError, LookupError, RecursionError) as error:
             if not path.exists():
                 raise
-            why = f" ({type(error).__name__}: {error})"
-        if not sound:
             raise DataError(
-                f"{path} is damaged, or jaxdist.data.tokenize did not write it{why}: delete it and tokenize again"
-            )
+                f"{path} is damaged, or jaxdist.data.tokenize did not write it ({error}): delete it and tokenize again"
+            ) from error
         documents = Documents(tokens, ends)
         documents._folder, documents._about, documents._unread = path, about, dict(enumerate(about[_TOKENS]))
         return documents

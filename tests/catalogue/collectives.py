@@ -102,9 +102,7 @@ def random_call(rng: np.random.Generator, n: int, eager: bool = False) -> Call:
     call["dtype"] = str(rng.choice(dtypes(call, eager)))
     order = [int(d) for d in rng.permutation(n)]
     halves = [order[: n // 2], order[n // 2 :]] if n % 2 == 0 else [[d] for d in order]
-    any_size = [[order[:1], order[1:]], [order[: n - 1]]]
-    if not eager and kind not in ("allreduce", "reduce", "broadcast"):
-        any_size = []
+    any_size = [[order[:1], order[1:]], [order[: n - 1]]] if eager else []
     choices = [None, None, [order], halves, *any_size]
     if groups := choices[rng.integers(len(choices))]:
         call["groups"] = groups

@@ -105,12 +105,14 @@ NUMBERS: dict[str, tuple[Any, list[float]]] = {
     "prod": (lambda x: jaxdist.allreduce(x, "prod"), [24] * 4),
     "avg": (lambda x: jaxdist.allreduce(x, "avg"), [2.5] * 4),
     "pairs": (lambda x: jaxdist.allreduce(x, groups=[[0, 1], [2, 3]]), [3, 3, 7, 7]),
-    "avg of three": (lambda x: jaxdist.allreduce(x, "avg", groups=[[1, 2, 3]]), [1, 3, 3, 3]),
+    "avg of pairs": (lambda x: jaxdist.allreduce(x, "avg", groups=[[3, 0], [1, 2]]), [2.5] * 4),
+    "greatest of pairs": (lambda x: jaxdist.allreduce(x, "max", groups=[[0, 2], [1, 3]]), [3, 4, 3, 4]),
+    "product of pairs": (lambda x: jaxdist.allreduce(x, "prod", groups=[[0, 2], [1, 3]]), [3, 8, 3, 8]),
     "avg of slices": (lambda x: jaxdist.reduce_scatter(jnp.full(2, x), "avg", groups=[[0, 1], [2, 3]])[0],
                       [1.5, 1.5, 3.5, 3.5]),
     "root": (lambda x: jaxdist.reduce(x, 2), [1, 2, 10, 4]),
     "broadcast": (lambda x: jaxdist.broadcast(x, 1), [2] * 4),
-    "broadcast in a pair": (lambda x: jaxdist.broadcast(x, 1, groups=[[0, 1]]), [2, 2, 3, 4]),
+    "broadcast in pairs": (lambda x: jaxdist.broadcast(x, 1, groups=[[0, 1], [3, 2]]), [2, 2, 3, 3]),
     "gather": (lambda x: jaxdist.gather(x, 0).sum(), [10, 0, 0, 0]),
 }  # fmt: skip
 
@@ -124,7 +126,7 @@ def test_numbers_of_a_step() -> None:
 
 IN_GROUPS: dict[str, calls.Call] = {
     "allreduce prod": {"kind": "allreduce", "op": "prod"},
-    "avg in groups": {"kind": "allreduce", "op": "avg", "groups": [[0, 2, 1]]},
+    "avg in groups": {"kind": "allreduce", "op": "avg", "groups": [[0, 2], [1, 3]]},
     "allgather in groups": {"kind": "allgather", "groups": [[3, 0], [1, 2]]},
     "reduce_scatter avg": {"kind": "reduce_scatter", "op": "avg", "groups": [[3, 0], [1, 2]]},
     "all_to_all": {"kind": "all_to_all", "split_axis": 0, "concat_axis": 1},
@@ -161,6 +163,7 @@ IN_A_STEP: list[tuple[Any, tuple[str, ...]]] = [
     (lambda x: jaxdist.allreduce(x, groups=[[0, 1], [1, 2]]), ("once",)),
     (lambda x: jaxdist.reduce_scatter(x[0]), ("size 3", "8")),
     (lambda x: jaxdist.allgather(x, groups=[[0, 1], [2]]), ("one size",)),
+    (lambda x: jaxdist.allreduce(x, groups=[[0, 1], [2, 3]]), ("every device",)),
     (lambda x: jaxdist.send(x, 1), ("ppermute",)),
 ]
 
