@@ -124,9 +124,7 @@ def read_all(path: str | os.PathLike[str]) -> tuple[Path, dict[str, np.ndarray |
     leaves = manifest.read(directory, int(directory.name) if directory.name.isdecimal() else None)
     stored = {name: leaf for name, leaf in leaves.items() if leaf.dtype}
     values: dict[Name, Any] = {name: leaf.value for name, leaf in leaves.items()}
-    values |= {
-        name: next(iter(x.values())) for name, x in arrays.read(directory, stored, dict.fromkeys(stored))[0].items()
-    }
+    values |= arrays.read(directory, stored, {name: np.zeros((), leaf.dtype) for name, leaf in stored.items()})[0]
     numbers = {"complex": complex, "str": str}
     return directory, {".".join(name): numbers.get(leaves[name].kind, np.asarray)(x) for name, x in values.items()}
 
@@ -172,14 +170,17 @@ def _read_own(root: Path, step: int, like: Any) -> Part[tuple[Any, Leaves]]:
         )
     leaves, wanted = manifest.read(directory, step), named(like)
     _check_leaves(directory, wanted, leaves)
-    targets = {name: arrays.target_of(x) for name, x in wanted.items() if leaves[name].dtype}
-    blocks, shares = arrays.read(directory, {name: leaves[name] for name in targets}, targets)
-    state = []
+    as_array = lambda name, x: np.zeros((), leaves[name].dtype) if type(x) in PYTHON else x
+    places = {name: as_array(name, x) for name, x in wanted.items() if leaves[name].dtype}
+    values, shares = arrays.read(directory, {name: leaves[name] for name in places}, places)
     for name, x in wanted.items():
-        value = blocks[name][()].item() if () in blocks.get(name, ()) else leaves[name].value
-        own = blocks.get(name) or {(): np.asarray(value)}
-        state.append(type(x)(value) if type(x) in PYTHON else arrays.placed(own, x, leaves[name]))
-    return Part((jax.tree.unflatten(jax.tree.structure(like), state), leaves), told=shares)
+        value = values.get(name, leaves[name].value)
+        if type(x) in PYTHON:
+            values[name] = type(x)(value)
+        elif name not in values:  # a number that a step has made an array
+            values[name] = arrays.placed({(): np.asarray(value)}, x, leaves[name])
+    state = jax.tree.unflatten(jax.tree.structure(like), [values[name] for name in wanted])
+    return Part((state, leaves), told=shares)
 
 
 def _check_leaves(where: Path, like: dict[Name, Any], leaves: Leaves) -> None:

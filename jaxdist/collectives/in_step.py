@@ -59,6 +59,8 @@ def reduce_scatter(x: Any, op: str, axis: int, groups: Groups) -> jax.Array:
     x, op = _of_numbers(x.astype(out), op)
     axis = normalize_axis_index(axis, x.ndim)
     equal, n = _equal(groups)
+    if not x.size:  # XLA scatters nothing that is empty
+        return jnp.split(x, n, axis)[0].astype(out)
     if op in ("sum", "avg"):
         part = lax.psum_scatter(_wide(x), AXIS, scatter_dimension=axis, tiled=True, axis_index_groups=equal)
         return (part / n if op == "avg" else part).astype(out)
