@@ -18,20 +18,18 @@ class Arrays:
     """A pytree of arrays with one entry per example, as a source."""
 
     def __init__(self, tree: Any):
-        lengths: dict[int, str] = {}
+        found: dict[int | str, str] = {}  # lengths, each with the first array that has it
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
-            name = "source" + jax.tree_util.keystr(path)
-            if not isinstance(x, np.ndarray | jax.Array) or not x.ndim:
-                kind = "a scalar" if isinstance(x, np.ndarray | jax.Array) else f"a {type(x).__name__}"
-                raise TypeError(
-                    f"{name} is {kind}: expected an array with one entry per example. (A list means a list of "
-                    "examples; a dict or tuple means its parts)"
-                )
-            lengths.setdefault(len(x), name)
-        if len(lengths) != 1:
-            found = ", ".join(f"{name} has {n}" for n, name in lengths.items()) or "it has no arrays"
-            raise ValueError(f"the arrays of the data set have different numbers of examples: {found}")
-        self.tree, (self.length,) = jax.tree.map(np.asarray, tree), lengths
+            is_array = isinstance(x, np.ndarray | jax.Array) and x.ndim
+            length = len(x) if is_array else f"a scalar {type(x).__name__}"
+            found.setdefault(length, "source" + jax.tree_util.keystr(path))
+        (length, *_), shown = found or [0], ", ".join(f"{name}: {what}" for what, name in found.items())
+        if len(found) != 1 or isinstance(length, str):
+            raise ValueError(
+                f"the arrays of a data set have one length, the number of examples; found {shown or 'no arrays'}. "
+                "(A list means a list of examples; a dict or tuple means its parts)"
+            )
+        self.tree, self.length = jax.tree.map(np.asarray, tree), length
 
     def __len__(self) -> int:
         return self.length
