@@ -322,7 +322,7 @@ MUTANTS += [
            "        say_once(f\"{gone} can't be removed, and stays: {error}\")",
            "        raise", "tests/io/test_checkpoints.py::test_what_cannot_be_removed_warns_once"),
     Mutant("a changed manifest is believed", "jaxdist/checkpoint/manifest.py",
-           "        if digest != hashlib.sha256(content.encode()).hexdigest():",
+           "        if outer[\"digest\"] != hashlib.sha256(content.encode()).hexdigest():",
            "        if False:", "tests/io/test_damage.py::test_each_damage_is_told"),
     Mutant("a manifest of another step is believed", "jaxdist/checkpoint/manifest.py",
            "    if step not in (None, found[\"step\"]):",
