@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -110,11 +111,11 @@ def _array(leaf: Any) -> Any:
         raise TypeError("its mask would be lost: pass x.filled(value), or data and mask")
     if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
         raise TypeError(f"{leaf!r:.80} is not an array or a number")
-    dtype = jnp.result_type(leaf)
-    if not jnp.issubdtype(dtype, jnp.number) and not jnp.issubdtype(dtype, jnp.bool_):
-        raise TypeError(f"{dtype} is not a type of numbers (of a PRNG key, pass jax.random.key_data(key))")
     if not isinstance(leaf, jax.Array):
+        dtype = jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", type(leaf)))
+        _check_dtype(dtype)
         return np.asarray(leaf, dtype)
+    _check_dtype(leaf.dtype)
     if len(leaf.devices()) == 1 and leaf.is_fully_addressable:
         return leaf
     if leaf.is_fully_replicated:
@@ -123,6 +124,13 @@ def _array(leaf: Any) -> Any:
         "it is split over several devices: pass this process's part (x.addressable_data(0)), or use the collective "
         "inside a decorated step"
     )
+
+
+@functools.cache
+def _check_dtype(dtype: Any) -> None:
+    if not jnp.issubdtype(dtype, jnp.number) and not jnp.issubdtype(dtype, jnp.bool_):
+        raise TypeError(f"{dtype} is not a type of numbers (of a PRNG key, pass jax.random.key_data(key))")
+    jnp.result_type(np.empty(0, dtype))  # JAX lacks some of NumPy's
 
 
 def _names(structure: Any) -> list[str]:
