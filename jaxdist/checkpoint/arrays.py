@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist import compat
-from jaxdist.checkpoint.checksum import MODULUS, checksum
+from jaxdist.checkpoint.checksum import share_of
 from jaxdist.checkpoint.directory import ITEM
 from jaxdist.checkpoint.manifest import DamagedError, Leaf, Leaves, Name, is_key, is_padded_inside, unreadable
 from jaxdist.errors import CheckpointError
-from jaxdist.placements.layouts import Padded
+from jaxdist.placements.layouts import Padded, physical
 
 Bounds = tuple[tuple[int, int], ...]  # a slice's begin and end along each dimension
-Blocks = dict[Bounds, np.ndarray]
 _INDEX_IN_MEMORY = 100_000_000  # bytes of the database's index; without a limit nothing is cached
 
 
@@ -70,25 +69,8 @@ def _spec(item: Path, name: Name) -> dict[str, Any]:
     return {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": path}}
 
 
-class Target(NamedTuple):
-    """The place of a leaf on the mesh."""
-
-    sharding: NamedSharding
-    shape: tuple[int, ...]  # including the padding
-
-
-def target_of(x: Any) -> Target | None:
-    """Return the place of a leaf on the mesh, or None if this process alone has the whole leaf."""
-    if type(x) is Padded:
-        return None if is_padded_inside(x) else Target(x.array.sharding, x.array.shape)  # type: ignore[arg-type]
-    own = getattr(x, "sharding", None)
-    return Target(own, tuple(x.shape)) if isinstance(own, NamedSharding) and not is_key(x) else None
-
-
-def read(
-    directory: Path, leaves: Leaves, targets: dict[Name, Target | None]
-) -> tuple[dict[Name, Blocks], dict[Name, int]]:
-    """Return this process's slices of arrays, and its shares in digests of partly read ones."""
+def read(directory: Path, leaves: Leaves, like: dict[Name, Any]) -> tuple[dict[Name, Any], dict[Name, int]]:
+    """Return arrays like their counterparts, and this process's shares in digests of partly read ones."""
     import tensorstore as ts
 
     def result(future: Any, name: Name) -> Any:
@@ -102,25 +84,26 @@ def read(
     context = ts.Context({"cache_pool": {"total_bytes_limit": _INDEX_IN_MEMORY}})
     stored = {name: leaf for name, leaf in leaves.items() if 0 not in leaf.shape}  # orbax refuses empty arrays
     opened = {name: ts.open(_spec(directory / ITEM, name), open=True, read=True, context=context) for name in stored}
-    begun: dict[Name, list[Any]] = {}
+    begun: dict[Name, dict[Bounds, Any]] = {}
     for name, leaf in stored.items():
         array = result(opened.pop(name), name)
         if tuple(array.shape) != leaf.shape or array.dtype.numpy_dtype != leaf.dtype:
             raise differs(directory, name)
-        begun[name] = [array[tuple(slice(a, b) for a, b in one)].read() for one in slices(targets[name], leaf.shape)[0]]
-    values: dict[Name, Blocks] = {}
+        bounds = _own_bounds(like[name], leaf.shape)
+        begun[name] = {one: array[tuple(slice(a, b) for a, b in one)].read() for one in bounds}
+    values: dict[Name, Any] = {}
     shares: dict[Name, int] = {}
     for name, leaf in leaves.items():
-        bounds, counted, alone = slices(targets[name], leaf.shape)
-        empty = [np.zeros([b - a for a, b in one], leaf.dtype) for one in bounds if name not in stored]
-        blocks = empty or [np.asarray(result(x, name)) for x in begun.pop(name)]
-        each = zip(blocks, bounds, counted, strict=True)
-        share = sum(checksum(block, [a for a, _ in one]) for block, one, counts in each if counts) % MODULUS
-        if not alone:
+        blocks = {one: np.asarray(result(block, name)) for one, block in begun.pop(name, {}).items()}
+        for one in () if name in stored else _own_bounds(like[name], leaf.shape):
+            blocks[one] = np.zeros([b - a for a, b in one], leaf.dtype)
+        values[name] = placed(blocks, like[name], leaf)
+        on_mesh = _on_mesh(like[name])
+        share = share_of(physical(values[name]) if on_mesh else next(iter(blocks.values())), leaf.shape, True)
+        if on_mesh and not (on_mesh[0].is_fully_addressable or on_mesh[0].is_fully_replicated):
             shares[name] = share
         elif share != leaf.digest:
             raise differs(directory, name)
-        values[name] = dict(zip(bounds, blocks, strict=True))
     return values, shares
 
 
@@ -129,18 +112,20 @@ def differs(directory: Path, name: Name) -> DamagedError:
     return DamagedError(f"leaf {'.'.join(name)} of checkpoint {directory} is damaged: its digest does not match")
 
 
-@functools.lru_cache(maxsize=4096)
-def slices(target: Target | None, shape: tuple[int, ...]) -> tuple[tuple[Bounds, ...], tuple[bool, ...], bool]:
-    """Return this process's slices, which of them count in its share, and if they are all."""
-    if target is None or target.sharding.is_fully_replicated:
-        return (tuple((0, n) for n in shape),), (True,), True
-    first: dict[Bounds, Any] = {}
-    for device, index in target.sharding.devices_indices_map(target.shape).items():
-        first.setdefault(_bounds(index, shape), device)
-    own = target.sharding.addressable_devices
-    indices = target.sharding.addressable_devices_indices_map(target.shape).values()
-    local = tuple(dict.fromkeys(_bounds(index, shape) for index in indices))
-    return local, tuple(first[one] in own for one in local), target.sharding.is_fully_addressable
+def _on_mesh(x: Any) -> tuple[NamedSharding, tuple[int, ...]] | None:
+    """Return a leaf's sharding and padded shape on the mesh, or None if this process alone has the whole leaf."""
+    if type(x) is Padded:
+        return None if is_padded_inside(x) else (x.array.sharding, x.array.shape)  # type: ignore[return-value]
+    own = getattr(x, "sharding", None)
+    return (own, tuple(x.shape)) if isinstance(own, NamedSharding) and not is_key(x) else None
+
+
+def _own_bounds(x: Any, shape: tuple[int, ...]) -> list[Bounds]:
+    """Return this process's slices of an array with this shape, placed like `x`."""
+    if not (on_mesh := _on_mesh(x)):
+        return [tuple((0, n) for n in shape)]
+    sharding, padded = on_mesh
+    return list({_bounds(index, shape): None for index in sharding.addressable_devices_indices_map(padded).values()})
 
 
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
@@ -148,16 +133,17 @@ def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
     return tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
 
 
-def placed(blocks: Blocks, x: Any, leaf: Leaf) -> Any:
+def placed(blocks: dict[Bounds, np.ndarray], x: Any, leaf: Leaf) -> Any:
     """Return an array in the form and place of its counterpart `x`."""
-    if target := target_of(x):
+    if on_mesh := _on_mesh(x):
+        sharding, padded = on_mesh
 
         def block(index: Any) -> np.ndarray:
-            real, sizes = blocks[_bounds(index, leaf.shape)], [b - a for a, b in _bounds(index, target.shape)]
+            real, sizes = blocks[_bounds(index, leaf.shape)], [b - a for a, b in _bounds(index, padded)]
             padding = [(0, n - have) for n, have in zip(sizes, real.shape, strict=True)]
             return np.pad(real, padding) if any(after for _, after in padding) else real
 
-        value = jax.make_array_from_callback(target.shape, target.sharding, block)
+        value = jax.make_array_from_callback(padded, sharding, block)
     else:
         value = _off_mesh(next(iter(blocks.values())), x, leaf)
     if isinstance(value, jax.Array) and not is_key(value):

@@ -40,11 +40,6 @@ class Saving:
             error, self._error = self._error, None
             raise error
 
-    @property
-    def done(self) -> bool:
-        """Check whether `wait` would return or raise at once."""
-        return self._thread is None or not self._thread.is_alive()
-
     def _start(self, write: Callable[[], None]) -> None:
         def run() -> None:
             try:

@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import errno
 import fcntl
-import logging
 import os
 import re
 import secrets
@@ -16,17 +15,15 @@ from pathlib import Path
 
 from jaxdist.checkpoint import manifest
 from jaxdist.errors import CheckpointError
+from jaxdist.step.tracing import say_once
 
 ITEM = "default"  # orbax's CheckpointManager gives this name to the only item of a step
 UNFINISHED = ".orbax-checkpoint-tmp"  # orbax, too, treats such directories as unfinished
-_ASIDE = f".replaced{UNFINISHED}"
 _SPECIAL = re.compile(r"[*?\[\]\\]|:/")  # characters of a pattern or a URL
 _LOCK = ".jaxdist-lock"
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # file systems without locks
 _MOST = 64  # locks per process at a time: each keeps a file open
-_log = logging.getLogger("jaxdist")
 _held: dict[Path, int] = {}  # lock files and their descriptors
-_warned: set[str] = set()
 passed_over: set[Path] = set()
 """Damaged checkpoints that this process skipped for older ones; it will reach their steps again."""
 
@@ -45,13 +42,6 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     return found
 
 
-def warn_once(text: str) -> None:
-    """Log a warning, once per process."""
-    if text not in _warned:
-        _warned.add(text)
-        _log.warning("%s", text)
-
-
 def steps(path: Path) -> list[int]:
     """Return the steps in a directory in ascending order, including damaged ones.
 
@@ -61,31 +51,22 @@ def steps(path: Path) -> list[int]:
     while True:
         before = names
         try:
-            names = {p.name.removesuffix(_ASIDE) for p in path.iterdir()}
+            names = {p.name for p in path.iterdir()}
         except (FileNotFoundError, NotADirectoryError):
             return []
         if names == before:
             return sorted(found)
         numbers = {int(name) for name in names if name.isdecimal() and str(int(name)) == name}
-        found = [n for n in numbers if any((place(path / str(n)) / part).exists() for part in (manifest.FILE, ITEM))]
-
-
-def place(final: Path) -> Path:
-    """Return the place of a step's checkpoint: aside, if a kill interrupted its replacement."""
-    aside = final.with_name(f"{final.name}{_ASIDE}")
-    return aside if aside.is_dir() and not final.is_dir() else final
+        found = [n for n in numbers if any((path / str(n) / part).exists() for part in (manifest.FILE, ITEM))]
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give a complete checkpoint its name, and discard an older one with that name."""
-    aside = final.with_name(f"{final.name}{_ASIDE}")
+    """Give a complete checkpoint its name, in place of a damaged one."""
     sync_to_disk(temporary)
-    if final.exists():
-        final.rename(aside)  # if killed here, `place` finds it
+    if os.path.lexists(final):
+        discard(final)
     temporary.rename(final)
     sync_to_disk(final.parent)
-    if os.path.lexists(aside):
-        discard(aside)
 
 
 def sync_to_disk(directory: Path) -> None:
@@ -105,7 +86,7 @@ def tidy(final: Path, keep: int | None) -> None:
     passed_over.discard(final.resolve())
     others = [s for s in steps(path) if s != step and (path / str(s)).resolve() not in passed_over]
     if others and others[-1] > step:
-        warn_once(
+        say_once(
             f"step {others[-1]} in {path} is higher than the step just saved, and restore takes the "
             "highest. To continue from here, remove the higher ones or save into a different directory"
         )
@@ -114,18 +95,15 @@ def tidy(final: Path, keep: int | None) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Remove a checkpoint or leftover; warn if it stays (a mount, a file that NFS keeps)."""
+    """Remove a checkpoint or leftover; warn if it stays (a link, a mount, a file that NFS keeps)."""
     gone = directory
     try:
-        if directory.name.endswith(_ASIDE) or not directory.name.endswith(UNFINISHED):  # or readers find half
+        if not directory.name.endswith(UNFINISHED):  # or readers find half
             gone = directory.with_name(f"{directory.name}.{secrets.token_hex(4)}{UNFINISHED}")
             directory.rename(gone)
-        if gone.is_symlink():  # the user has moved the checkpoint: remove only the link
-            gone.unlink()
-        else:
-            shutil.rmtree(gone)
+        shutil.rmtree(gone)
     except OSError as error:
-        warn_once(f"{gone} can't be removed, and stays: {error}")
+        say_once(f"{gone} can't be removed, and stays: {error}")
 
 
 def lock(path: Path) -> None:
@@ -137,8 +115,6 @@ def lock(path: Path) -> None:
     said = file.read_text(errors="replace")[:200]
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if said and not said.startswith("process "):
-            warn_once(f"{file} is broken, and no process holds it: this job takes it over")
     except BlockingIOError:
         os.close(fd)
         raise CheckpointError(
@@ -149,7 +125,7 @@ def lock(path: Path) -> None:
         if error.errno not in _UNSUPPORTED:
             os.close(fd)
             raise
-        warn_once(f"{file} is on a file system without locks: make sure that one job at a time saves there")
+        say_once(f"{file} is on a file system without locks: make sure that one job at a time saves there")
     _held[file] = fd
     if len(_held) > _MOST:
         os.close(_held.pop(next(iter(_held))))  # the lock of the first directory

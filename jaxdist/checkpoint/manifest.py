@@ -61,15 +61,15 @@ def write(directory: Path, step: int, leaves: Leaves) -> None:
         os.fsync(file.fileno())
 
 
-def read(directory: Path, step: int | None) -> tuple[Leaves, str]:
-    """Return a checkpoint's leaves, and the manifest's digest, which identifies it."""
+def read(directory: Path, step: int | None) -> Leaves:
+    """Return a checkpoint's leaves."""
     file = directory / FILE
     try:
         if file.exists() and not file.is_file():  # opening a pipe would wait for a writer
             raise ValueError("not a file")
         outer = json.loads(file.read_bytes())
-        digest, content = outer["digest"], outer["content"]
-        if digest != hashlib.sha256(content.encode()).hexdigest():
+        content = outer["content"]
+        if outer["digest"] != hashlib.sha256(content.encode()).hexdigest():
             raise ValueError("wrong digest")
         found = json.loads(content)
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
@@ -78,8 +78,7 @@ def read(directory: Path, step: int | None) -> tuple[Leaves, str]:
         raise unreadable(f"file {file}", error) from None
     if step not in (None, found["step"]):
         raise DamagedError(f"checkpoint {directory} should be step {step}, but {file} says step {found['step']}")
-    leaves = {tuple(name): Leaf(*leaf)._replace(shape=tuple(leaf[2])) for name, *leaf in found["leaves"]}
-    return leaves, digest
+    return {tuple(name): Leaf(*leaf)._replace(shape=tuple(leaf[2])) for name, *leaf in found["leaves"]}
 
 
 def unreadable(what: str, error: Exception) -> CheckpointError:

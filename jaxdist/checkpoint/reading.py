@@ -15,7 +15,7 @@ from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import arrays, manifest
 from jaxdist.checkpoint.background import await_pending
 from jaxdist.checkpoint.checksum import MODULUS
-from jaxdist.checkpoint.directory import absolute, passed_over, place, steps
+from jaxdist.checkpoint.directory import absolute, passed_over, steps
 from jaxdist.checkpoint.manifest import PYTHON, DamagedError, Leaf, Leaves, Name, is_key, kind_of, named
 from jaxdist.compat import under_no_mesh
 from jaxdist.errors import CheckpointError
@@ -24,10 +24,9 @@ from jaxdist.runtime.context import Context, get_context
 from jaxdist.tracebacks import api_boundary
 
 T = TypeVar("T")
-Found = tuple[int, str]  # a checkpoint's step, and the digest of its manifest
 # DamagedError is last: it means that every rank could read, and nothing else is wrong.
 _ERRORS = CheckpointError, TypeError, ValueError, FileNotFoundError, DamagedError, ImportError
-_TRIES = 100  # attempts to find one that nobody removes or replaces during reading
+_TRIES = 100  # attempts to find one that nobody removes during reading
 
 
 @api_boundary
@@ -66,31 +65,29 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T
     """
     ctx = get_context()
     await_pending()
-    root, failed = absolute(path), dict[Found, Exception]()
+    root, failed = absolute(path), dict[int, Exception]()
     for _ in range(_TRIES):
         choose = functools.partial(_choose, ctx, root, step, like, failed)
         _, told = on_every_rank(ctx, "restore", choose, raises=_ERRORS, advice=lambda _: "Restore the same step")
-        found: Found = told[0]
-        if isinstance(error := failed.get(found), DamagedError):  # the user asked for it
-            raise CheckpointError(f"{error}. Without step=, the newest whole checkpoint is restored")
-        if error is not None:
-            raise error
+        found: int = told[0]
+        if found in failed:  # one rank sees it, another does not
+            raise failed[found]
         read = functools.partial(_read_own, root, found, like)
         try:
             # Reading may take much longer on one rank than on the others.
             (state, leaves), shares = on_every_rank(ctx, "restore", read, raises=_ERRORS, patient=True)
             for name in shares[0]:  # arrays that each rank has read in part
                 if sum(own[name] for own in shares) % MODULUS != leaves[name].digest:
-                    raise arrays.differs(root / str(found[0]), name)
+                    raise arrays.differs(root / str(found), name)
         except (DamagedError, FileNotFoundError) as failure:
-            failed[found] = failure  # not chosen again, whether damaged, removed or replaced
+            failed[found] = failure
             continue
-        for (number, _), failure in failed.items():
-            if ctx.is_root and number > found[0] and number in steps(root):
-                ctx.control.say(f"skipped step {number}, and restored step {found[0]}: {failure}")
+        for number, failure in failed.items():
+            if ctx.is_root and number > found and number in steps(root):
+                ctx.control.say(f"skipped step {number}, and restored step {found}: {failure}")
                 passed_over.add((root / str(number)).resolve())
         return state
-    raise CheckpointError(f"{_TRIES} checkpoints in {root} were removed or replaced while they were being read")
+    raise CheckpointError(f"{_TRIES} checkpoints in {root} were removed while they were being read")
 
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
@@ -113,8 +110,7 @@ def latest_step(path: str | os.PathLike[str]) -> int | None:
       True
     """
     await_pending()
-    found = _find(absolute(path), None, {})
-    return found and found[0]
+    return _find(absolute(path), None, {})
 
 
 def read_all(path: str | os.PathLike[str]) -> tuple[Path, dict[str, np.ndarray | str]]:
@@ -122,40 +118,37 @@ def read_all(path: str | os.PathLike[str]) -> tuple[Path, dict[str, np.ndarray |
     need("tensorstore", "jaxdist export")
     path = absolute(path)
     found = _find(path, None, {})
-    directory = path if found is None else place(path / str(found[0]))
+    directory = path if found is None else path / str(found)
     if not (directory / manifest.FILE).exists():
         raise FileNotFoundError(f"{path} is not a checkpoint: expected a step, such as run/checkpoints/100")
-    leaves, _ = manifest.read(directory, int(directory.name) if directory.name.isdecimal() else None)
+    leaves = manifest.read(directory, int(directory.name) if directory.name.isdecimal() else None)
     stored = {name: leaf for name, leaf in leaves.items() if leaf.dtype}
     values: dict[Name, Any] = {name: leaf.value for name, leaf in leaves.items()}
-    values |= {
-        name: next(iter(x.values())) for name, x in arrays.read(directory, stored, dict.fromkeys(stored))[0].items()
-    }
+    values |= arrays.read(directory, stored, {name: np.zeros((), leaf.dtype) for name, leaf in stored.items()})[0]
     numbers = {"complex": complex, "str": str}
     return directory, {".".join(name): numbers.get(leaves[name].kind, np.asarray)(x) for name, x in values.items()}
 
 
-def _find(root: Path, step: int | None, failed: dict[Found, Exception]) -> Found | None:
+def _find(root: Path, step: int | None, failed: dict[int, Exception]) -> int | None:
     """Return a step; the default is the highest one that is not known to be damaged."""
-    damaged: dict[int, Exception] = {}
     for number in reversed([number for number in steps(root) if step in (None, number)]):
+        if isinstance(failed.get(number), DamagedError):
+            continue
         try:
-            found = number, manifest.read(place(root / str(number)), number)[1]
+            manifest.read(root / str(number), number)
         except FileNotFoundError:
-            return _find(root, step, failed)  # moved just now
+            return _find(root, step, failed)  # removed just now
         except DamagedError as error:
-            found = number, ""
-            failed[found] = error
-        if (found[1] and step is not None) or not isinstance(failed.get(found), DamagedError):
-            return found
-        damaged[number] = failed[found]
-    if damaged:
-        each = "; ".join(f"step {number}: {error}" for number, error in damaged.items())
-        raise CheckpointError(f"no checkpoint in {root} is whole. {each}")
+            failed[number] = error
+        else:
+            return number
+    if damaged := [f"step {number}: {error}" for number, error in failed.items() if isinstance(error, DamagedError)]:
+        asked = "" if step is None else f" of step {step}"
+        raise CheckpointError(f"{root} has no whole checkpoint{asked}. {'; '.join(damaged)}")
     return None
 
 
-def _choose(ctx: Context, root: Path, step: int | None, like: Any, failed: dict[Found, Exception]) -> Part[None]:
+def _choose(ctx: Context, root: Path, step: int | None, like: Any, failed: dict[int, Exception]) -> Part[None]:
     """Let the root choose the checkpoint to read."""
     need("tensorstore", "jaxdist.restore")
     for name, x in named(like).items():
@@ -168,26 +161,26 @@ def _choose(ctx: Context, root: Path, step: int | None, like: Any, failed: dict[
     return Part(None, (("the step", str(step)),), found)
 
 
-def _read_own(root: Path, found: Found, like: Any) -> Part[tuple[Any, Leaves]]:
+def _read_own(root: Path, step: int, like: Any) -> Part[tuple[Any, Leaves]]:
     """Read this rank's part of a checkpoint."""
-    directory = place(root / str(found[0]))
+    directory = root / str(step)
     if not directory.is_dir():
         raise FileNotFoundError(
             f"{socket.gethostname()} does not see {directory}, but rank 0 does. Do all hosts share it?"
         )
-    leaves, digest = manifest.read(directory, found[0])
-    if digest != found[1]:
-        raise FileNotFoundError(f"checkpoint {directory} was replaced while it was being read")
-    wanted = named(like)
+    leaves, wanted = manifest.read(directory, step), named(like)
     _check_leaves(directory, wanted, leaves)
-    targets = {name: arrays.target_of(x) for name, x in wanted.items() if leaves[name].dtype}
-    blocks, shares = arrays.read(directory, {name: leaves[name] for name in targets}, targets)
-    state = []
+    as_array = lambda name, x: np.zeros((), leaves[name].dtype) if type(x) in PYTHON else x
+    places = {name: as_array(name, x) for name, x in wanted.items() if leaves[name].dtype}
+    values, shares = arrays.read(directory, {name: leaves[name] for name in places}, places)
     for name, x in wanted.items():
-        value = blocks[name][()].item() if () in blocks.get(name, ()) else leaves[name].value
-        own = blocks.get(name) or {(): np.asarray(value)}
-        state.append(type(x)(value) if type(x) in PYTHON else arrays.placed(own, x, leaves[name]))
-    return Part((jax.tree.unflatten(jax.tree.structure(like), state), leaves), told=shares)
+        value = values.get(name, leaves[name].value)
+        if type(x) in PYTHON:
+            values[name] = type(x)(value)
+        elif name not in values:  # a number that a step has made an array
+            values[name] = arrays.placed({(): np.asarray(value)}, x, leaves[name])
+    state = jax.tree.unflatten(jax.tree.structure(like), [values[name] for name in wanted])
+    return Part((state, leaves), told=shares)
 
 
 def _check_leaves(where: Path, like: dict[Name, Any], leaves: Leaves) -> None:

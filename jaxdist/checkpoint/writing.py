@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,7 +35,6 @@ def save(
     *,
     wait: bool = True,
     keep: int | None = None,
-    overwrite: bool = False,
 ) -> Saving:
     """Write a checkpoint; every process calls it.
 
@@ -51,7 +50,6 @@ def save(
       wait: if False, return as soon as the state is copied, and write in the background. Training may continue and
         donate the state; the next `save` and the end of the script wait for the writing.
       keep: the number of checkpoints to keep: this one and the highest others. None keeps all.
-      overwrite: replace an existing checkpoint of this step.
 
     Returns:
       The write in progress; its ``wait()`` returns when the checkpoint is on disk, and raises its error.
@@ -85,18 +83,15 @@ def save(
         final, leaves = directory.absolute(path) / str(step), named(state)
         _check(leaves, step, keep)
         if ctx.is_root:
-            _make_ready(final, overwrite)
-        asked = ("the checkpoint", str(final)), ("keep", str(keep)), ("overwrite", str(overwrite))
+            _make_ready(final)
+        asked = ("the checkpoint", str(final)), ("keep", str(keep))
         return Part((final, leaves), asked, secrets.token_hex(8))
 
-    errors, advice = (
-        (CheckpointError, FileExistsError, ValueError, TypeError, ImportError),
-        "Pass the same on every rank",
-    )
+    errors, advice = (CheckpointError, FileExistsError, ValueError, TypeError, ImportError), "Pass the same everywhere"
     (final, leaves), told = on_every_rank(ctx, "save", prepare, raises=errors, advice=lambda _: advice)
     if ctx.size > 1:
         _compare(ctx, leaves)
-    parts = [_part(ctx, name, x, copy=not wait) for name, x in leaves.items()]
+    parts = {name: _part(ctx, x, copy=not wait) for name, x in leaves.items()}
     token = told[0]
     # A new name, so leftovers of a killed job do not matter.
     temporary = final.with_name(f"{step}.{token}{directory.UNFINISHED}")
@@ -137,20 +132,16 @@ def _check(leaves: dict[Name, Any], step: Any, keep: Any) -> None:
             raise ValueError(f"leaf {'.'.join(name)} was donated to a step: save the result of the step")
 
 
-def _make_ready(final: Path, overwrite: bool) -> None:
+def _make_ready(final: Path) -> None:
     """Create the directory and lock it (root only)."""
     path = final.parent
     try:
         path.mkdir(parents=True, exist_ok=True)
         directory.lock(path)
-        for step in directory.steps(path):  # a replacement that was killed halfway
-            directory.place(path / str(step)).rename(path / str(step))
     except OSError as error:
         raise CheckpointError(f"can't write into {path}: {error}") from error
-    if final.exists() and not overwrite and final.resolve() not in directory.passed_over:
-        raise FileExistsError(
-            f"{final} already exists: restore it, save into a different directory, or replace it with overwrite=True"
-        )
+    if os.path.lexists(final) and final.resolve() not in directory.passed_over:
+        raise FileExistsError(f"{final} already exists: restore it, remove it, or save into a different directory")
 
 
 def _compare(ctx: Context, leaves: dict[Name, Any]) -> None:
@@ -170,45 +161,41 @@ def _compare(ctx: Context, leaves: dict[Name, Any]) -> None:
         raise CheckpointError(f"{error}. Compute per-rank values from ctx.rank after restore") from None
 
 
-class _Part(NamedTuple):
-    """A leaf to be written."""
-
-    name: Name
-    leaf: Leaf  # as in the manifest, without the digest
-    value: Any = None  # the array that this rank writes, whole or in part
+Parts = dict[Name, tuple[Leaf, Any]]  # without digests; the arrays that this rank writes, whole or in part, or None
 
 
-def _part(ctx: Context, name: Name, x: Any, copy: bool) -> _Part:
+def _part(ctx: Context, x: Any, copy: bool) -> tuple[Leaf, Any]:
     """Prepare a leaf for writing; copy it if training continues meanwhile."""
     if type(x) in PYTHON:
-        return _Part(name, Leaf(kind_of(x), str(x) if isinstance(x, str) else x))
+        return Leaf(kind_of(x), str(x) if isinstance(x, str) else x), None
     key = str(jax.random.key_impl(x)) if is_key(x) else None
     kind, weak, x = kind_of(x), bool(getattr(x, "weak_type", False)), stored_form(x)
     leaf = Leaf(kind, None, tuple(x.shape), np.dtype(x.dtype).name, 0, key, weak)
     array = physical(x)
     in_shards = isinstance(getattr(array, "sharding", None), NamedSharding) and not array.is_fully_replicated
     if in_shards and x.size and (ctx.size == 1 or not array.is_fully_addressable):
-        return _Part(name, leaf, copied(array, array.sharding) if copy else array)
-    return _Part(name, leaf, np.array(on_host(x), copy=copy or None) if ctx.is_root and x.size else None)
+        return leaf, copied(array, array.sharding) if copy else array
+    return leaf, np.array(on_host(x), copy=copy or None) if ctx.is_root and x.size else None
 
 
-def _write(ctx: Context, item: Path, parts: list[_Part]) -> dict[Name, int]:
+def _write(ctx: Context, item: Path, parts: Parts) -> dict[Name, int]:
     """Write this rank's part, and return its shares in the digests."""
-    mine = [part for part in parts if part.value is not None]
+    mine = {name: value for name, (_, value) in parts.items() if value is not None}
     item.mkdir(parents=True, exist_ok=True)
     if mine:
-        arrays.write({part.name: part.value for part in mine}, item, ctx.rank)
-    return {part.name: share_of(part.value, part.leaf.shape, ctx.is_root) for part in mine}
+        arrays.write(mine, item, ctx.rank)
+    return {name: share_of(value, parts[name][0].shape, ctx.is_root) for name, value in mine.items()}
 
 
-def _conclude(temporary: Path, final: Path, parts: list[_Part], shares: list[dict[Name, int]]) -> None:
+def _conclude(temporary: Path, final: Path, parts: Parts, shares: list[dict[Name, int]]) -> None:
     """Complete the checkpoint that all ranks have written, and give it its name (root only)."""
     leaves = {
-        part.name: part.leaf._replace(digest=sum(own.get(part.name, 0) for own in shares) % MODULUS) for part in parts
+        name: leaf._replace(digest=sum(own.get(name, 0) for own in shares) % MODULUS)
+        for name, (leaf, _) in parts.items()
     }
-    mine = [part for part in parts if part.value is not None]
+    mine = {name: leaf.shape for name, (leaf, value) in parts.items() if value is not None}
     if mine:
-        padded = {part.name: part.leaf.shape for part in mine if part.value.shape != part.leaf.shape}
+        padded = {name: shape for name, shape in mine.items() if parts[name][1].shape != shape}
         arrays.finalize(temporary / directory.ITEM, padded)
     manifest.write(temporary, int(final.name), leaves)
     directory.publish(temporary, final)

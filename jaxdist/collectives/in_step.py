@@ -1,8 +1,8 @@
 """The collectives as each device runs them along the data axis.
 
 In `jaxdist.per_device` they are part of the step. Outside a step, `jaxdist.collectives.outside` runs them
-as a program on one device per process. Each takes one array and gives each device its result; arguments
-are already valid. With `groups`, devices exchange within each group, and a device in no group acts alone.
+as a program on one device per process. Each takes one array and gives each device its result; groups
+and root are already valid. With `groups`, devices exchange within each group.
 
 Gradients follow from JAX's rules for the operations used: they differentiate the sum of all
 devices' losses. The step turns that into the gradient of the mean loss, as for any other code.
@@ -10,19 +10,18 @@ devices' losses. The step turns that into the gradient of the mean loss, as for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from numpy.lib.array_utils import normalize_axis_index
 
 from jaxdist import compat
 from jaxdist.collectives.arguments import Groups, result_type
-from jaxdist.ir.primitives import group_reduce_p
 from jaxdist.mesh import AXIS
 
-_OF_BOOLEANS = {"sum": "max", "prod": "min"}
+_REDUCE: dict[str, Any] = {"sum": jnp.sum, "avg": jnp.mean, "prod": jnp.prod, "max": jnp.max, "min": jnp.min}
 
 
 def size() -> int:
@@ -34,21 +33,21 @@ def allreduce(x: Any, op: str, groups: Groups) -> jax.Array:
     """Reduce over all devices; each gets the result."""
     x = jnp.asarray(x)
     out = result_type(op, x.dtype)
-    x = x.astype(out)
-    if not x.size:
-        return x
-    if x.dtype == bool:
-        return allreduce(x.astype(jnp.int8), _OF_BOOLEANS.get(op, op), groups).astype(bool)
-    return (_product(x, groups) if op == "prod" else _reduced(x, op, groups)).astype(out)
+    x, op = _of_numbers(x.astype(out), op)
+    if groups is None and op != "prod":
+        total = {"sum": lax.psum, "avg": lax.pmean, "max": lax.pmax, "min": lax.pmin}[op](_wide(x), AXIS)
+    else:  # `lax.psum` has no groups where JAX types values as replicated or varying
+        total = _REDUCE[op](allgather(_wide(x)[None], 0, groups), 0)
+    return total.astype(out)
 
 
 def allgather(x: Any, axis: int, groups: Groups) -> jax.Array:
     """Concatenate the devices' arrays along `axis`."""
     x = jnp.asarray(x)
     x = x[None] if x.ndim == 0 else x
-    axis %= x.ndim
-    equal, n = _equal(groups, "allgather")
-    if not x.size:
+    axis = normalize_axis_index(axis, x.ndim)
+    equal, n = _equal(groups)
+    if not x.size:  # XLA gathers nothing that is empty
         return jnp.concatenate([x] * n, axis)
     return lax.all_gather(_movable(x), AXIS, axis=axis, tiled=True, axis_index_groups=equal).astype(x.dtype)
 
@@ -56,19 +55,18 @@ def allgather(x: Any, axis: int, groups: Groups) -> jax.Array:
 def reduce_scatter(x: Any, op: str, axis: int, groups: Groups) -> jax.Array:
     """Return this device's slice along `axis` of the reduction."""
     x = jnp.asarray(x)
-    x = x.astype(result_type(op, x.dtype))
-    axis %= x.ndim
-    equal, n = _equal(groups, "reduce_scatter")
-    if not x.size:
-        return x[(slice(None),) * axis + (slice(x.shape[axis] // n),)]
-    if x.dtype == bool:
-        return reduce_scatter(x.astype(jnp.int8), _OF_BOOLEANS.get(op, op), axis, groups).astype(bool)
+    out = result_type(op, x.dtype)
+    x, op = _of_numbers(x.astype(out), op)
+    axis = normalize_axis_index(axis, x.ndim)
+    equal, n = _equal(groups)
+    if not x.size:  # XLA scatters nothing that is empty
+        return jnp.split(x, n, axis)[0].astype(out)
     if op in ("sum", "avg"):
         part = lax.psum_scatter(_wide(x), AXIS, scatter_dimension=axis, tiled=True, axis_index_groups=equal)
-        return (part / n if op == "avg" else part).astype(x.dtype)
-    parts = all_to_all(x, axis, axis, groups)
-    parts = _wide(parts).reshape(*x.shape[:axis], n, x.shape[axis] // n, *x.shape[axis + 1 :])
-    return {"prod": jnp.prod, "max": jnp.max, "min": jnp.min}[op](parts, axis).astype(x.dtype)
+        return (part / n if op == "avg" else part).astype(out)
+    parts = _wide(all_to_all(x, axis, axis, groups))
+    parts = parts.reshape(*x.shape[:axis], n, x.shape[axis] // n, *x.shape[axis + 1 :])
+    return _REDUCE[op](parts, axis).astype(out)
 
 
 def broadcast(x: Any, root: int, groups: Groups) -> jax.Array:
@@ -89,8 +87,8 @@ def reduce(x: Any, root: int, op: str, groups: Groups) -> jax.Array:
 def all_to_all(x: Any, split_axis: int, concat_axis: int, groups: Groups) -> jax.Array:
     """Send slice i along `split_axis` to device i; join received slices along `concat_axis`."""
     x = jnp.asarray(x)
-    split_axis, concat_axis = split_axis % x.ndim, concat_axis % x.ndim
-    equal, n = _equal(groups, "all_to_all")
+    split_axis, concat_axis = (normalize_axis_index(axis, x.ndim) for axis in (split_axis, concat_axis))
+    equal, n = _equal(groups)
     if not x.size:
         return jnp.concatenate([jnp.split(x, n, split_axis)[0]] * n, concat_axis)
     parts = lax.all_to_all(_movable(x), AXIS, split_axis, concat_axis, tiled=True, axis_index_groups=equal)
@@ -105,9 +103,14 @@ def gather(x: Any, root: int, groups: Groups) -> jax.Array:
 
 def scatter(x: Any, root: int, groups: Groups) -> jax.Array:
     """Return this device's slice along axis 0 of the root's array."""
-    x = jnp.asarray(x)
-    rows = x.shape[0] // _equal(groups, "scatter")[1]
-    return all_to_all(x, 0, 0, groups)[root * rows : (root + 1) * rows]
+    parts = all_to_all(x, 0, 0, groups)
+    rows = parts.shape[0] // _equal(groups)[1]
+    return parts[root * rows : (root + 1) * rows]
+
+
+def _of_numbers(x: Any, op: str) -> tuple[Any, str]:
+    """Return booleans as 0 and 1, with the operation that means "or" or "and"."""
+    return (x.astype(jnp.int8), {"sum": "max", "prod": "min"}.get(op, op)) if x.dtype == bool else (x, op)
 
 
 def _varying(x: Any) -> Any:
@@ -125,56 +128,23 @@ def _movable(x: Any) -> Any:
 def _wide(x: Any) -> Any:
     """Convert to the dtype in which to sum."""
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    return _varying(x.astype(jnp.float32) if narrow else x)
-
-
-def _reduced(x: Any, op: str, groups: Groups) -> Any:
-    """Return the sum, mean, max or min of numbers."""
-    x = _wide(x)
-    kind = "sum" if op == "avg" else op
-    if groups is None:
-        total = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[kind](x, AXIS)
-        return total / size() if op == "avg" else total
-    full = _everyone(groups)
-    total = group_reduce_p.bind(x, op=kind, axes=(AXIS,), groups=full)
-    return total / _mine({d: len(g) for g in full for d in g}, x.dtype) if op == "avg" else total
-
-
-def _product(x: Any, groups: Groups) -> Any:
-    every = allgather(_wide(x)[None], 0, None)
-    if groups is not None:
-        mine = _mine({d: [e in g for e in range(size())] for g in _everyone(groups) for d in g}, bool)
-        every = jnp.where(mine.reshape(-1, *[1] * x.ndim), every, jnp.ones_like(every))
-    return jnp.prod(every, 0)
-
-
-def _everyone(groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the groups, plus one for each device in no group."""
-    listed = {d for g in groups for d in g}
-    return (*groups, *((d,) for d in range(size()) if d not in listed))
-
-
-def _mine(table: Mapping[int, Any], dtype: Any) -> Any:
-    """Return this device's entry."""
-    return jnp.asarray([table[d] for d in range(size())], dtype)[lax.axis_index(AXIS)]
+    return _movable(x.astype(jnp.float32) if narrow else x)
 
 
 def _is_root(root: int, groups: Groups) -> Any:
     if groups is None:
         return lax.axis_index(AXIS) == root
-    roots = {g[root] for g in groups}
-    alone = set(range(size())) - {d for g in groups for d in g}
-    return _mine({d: d in roots | alone for d in range(size())}, bool)
+    roots = {group[root] for group in groups}
+    return jnp.asarray([device in roots for device in range(size())])[lax.axis_index(AXIS)]
 
 
-def _equal(groups: Groups, name: str) -> tuple[list[list[int]] | None, int]:
-    """Return groups (if results have one shape on all devices) and their size."""
+def _equal(groups: Groups) -> tuple[list[list[int]] | None, int]:
+    """Return groups (which have one size, and cover every device) and their size."""
     if groups is None:
         return None, size()
-    full = _everyone(groups)
-    if len({len(g) for g in full}) > 1:
+    if len({len(group) for group in groups}) != 1 or sum(map(len, groups)) != size():
         raise ValueError(
-            f"{name} inside a step with groups={[list(g) for g in groups]} over {size()} devices: its "
-            "result would have different shapes on some devices. Use groups of one size that cover every device"
+            f"groups={[list(group) for group in groups]} inside a step over {size()} devices: expected groups of one "
+            "size that cover every device, since all run one program"
         )
-    return [list(g) for g in full], len(full[0])
+    return [list(group) for group in groups], len(groups[0])

@@ -2,53 +2,46 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal
 
 import jax
-import numpy as np
 
-from jaxdist.collectives import in_step, outside
-from jaxdist.collectives.arguments import checked, flat
+from jaxdist.collectives import in_step
+from jaxdist.collectives.arguments import checked, each, flat
 from jaxdist.collectives.messages import Messages
+from jaxdist.collectives.outside import Outside
 from jaxdist.errors import StepError
 from jaxdist.ir.trace import inside_step, on_device
 from jaxdist.runtime.context import get_context
 
 Op = Literal["sum", "prod", "min", "max", "avg"]
 Groups = Sequence[Sequence[int]]
-Leaf = jax.Array | np.ndarray | np.generic | complex
-T = TypeVar("T")
 
 
-@overload
-def allreduce(x: Leaf, op: Op = ..., groups: Groups | None = ...) -> jax.Array: ...
-@overload
-def allreduce(x: T, op: Op = ..., groups: Groups | None = ...) -> T: ...
 def allreduce(x: Any, op: Op = "sum", groups: Groups | None = None) -> Any:
     """Reduce `x` over all ranks; every rank gets the result.
 
     Every rank must call it, with the same shapes and dtypes. Outside a step, each process contributes one `x`. In a
-    decorated step, each device does. float16, bfloat16, and narrower floats are added in float32 and rounded once. For
-    booleans, sum and max mean "or", prod and min mean "and".
+    decorated step, each device does, and the call is differentiable. float16, bfloat16, and narrower floats are added
+    in float32 and rounded once. For booleans, sum and max mean "or", prod and min mean "and".
 
     Args:
       x: array, Python number, or a pytree of them. It is not changed.
       op: "sum", "prod", "min", "max", or "avg".
-      groups: ranks that reduce among themselves, such as ``[[0, 1], [2, 3]]``. A rank in no group gets its own `x`
-        back. The default is one group of all ranks.
+      groups: ranks that reduce among themselves, such as ``[[0, 1], [2, 3]]``. The default is one group of all ranks. A
+        rank in no group gets its own `x` back. Inside a step, groups have one size, and cover every device.
 
     Returns:
       JAX arrays with the structure, shapes, and dtypes of `x`. "avg" of integers and booleans has the dtype of
       `jnp.mean`.
 
     Raises:
-      ValueError: `op` or `groups` is invalid, or a rank makes a different call. Every rank gets the error, and nothing
-        was sent.
+      ValueError: an argument is invalid or does not fit the shape of `x`, or a rank makes a different call. Every rank
+        gets the error, and nothing was sent.
       TypeError: a leaf is not an array, or its dtype does not support `op` (min and max of complex numbers).
       ControlError: a rank is missing until the timeout of `jaxdist.init`. The message names it.
-
-    Differentiable for sum and avg, by `jax.grad` outside `jax.jit`, with respect to the sum of all ranks' results.
 
     Example:
       >>> import jaxdist
@@ -58,10 +51,6 @@ def allreduce(x: Any, op: Op = "sum", groups: Groups | None = None) -> Any:
     return _collective("allreduce", x, op=op, groups=groups)
 
 
-@overload
-def allgather(x: Leaf, axis: int = ..., groups: Groups | None = ...) -> jax.Array: ...
-@overload
-def allgather(x: T, axis: int = ..., groups: Groups | None = ...) -> T: ...
 def allgather(x: Any, axis: int = 0, groups: Groups | None = None) -> Any:
     """Concatenate `x` from all ranks, in rank order; every rank gets the result.
 
@@ -73,12 +62,7 @@ def allgather(x: Any, axis: int = 0, groups: Groups | None = None) -> Any:
     Returns:
       JAX arrays with the structure of `x`. `axis` is larger by the number of ranks.
 
-    Raises:
-      ValueError: `axis` or `groups` is invalid, or a rank makes a different call.
-      TypeError: a leaf is not an array.
-      ControlError: a rank is missing until the timeout.
-
-    Differentiable (see `allreduce`).
+    Errors are those of `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -88,10 +72,6 @@ def allgather(x: Any, axis: int = 0, groups: Groups | None = None) -> Any:
     return _collective("allgather", x, axis=axis, groups=groups)
 
 
-@overload
-def reduce_scatter(x: Leaf, op: Op = ..., axis: int = ..., groups: Groups | None = ...) -> jax.Array: ...
-@overload
-def reduce_scatter(x: T, op: Op = ..., axis: int = ..., groups: Groups | None = ...) -> T: ...
 def reduce_scatter(x: Any, op: Op = "sum", axis: int = 0, groups: Groups | None = None) -> Any:
     """Reduce `x` over all ranks; rank i gets slice i of the result.
 
@@ -104,12 +84,7 @@ def reduce_scatter(x: Any, op: Op = "sum", axis: int = 0, groups: Groups | None 
     Returns:
       JAX arrays with the structure of `x`. `axis` is smaller by the number of ranks.
 
-    Raises:
-      ValueError: `axis`, `op`, or `groups` is invalid, a dimension is not divisible, or a rank makes a different call.
-      TypeError: a leaf is not an array, or its dtype does not support `op`.
-      ControlError: a rank is missing until the timeout.
-
-    Differentiable for sum and avg (see `allreduce`).
+    Errors are those of `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -119,10 +94,6 @@ def reduce_scatter(x: Any, op: Op = "sum", axis: int = 0, groups: Groups | None 
     return _collective("reduce_scatter", x, op=op, axis=axis, groups=groups)
 
 
-@overload
-def broadcast(x: Leaf, root: int = ..., groups: Groups | None = ...) -> jax.Array: ...
-@overload
-def broadcast(x: T, root: int = ..., groups: Groups | None = ...) -> T: ...
 def broadcast(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
     """Return the root's `x` on every rank.
 
@@ -135,10 +106,7 @@ def broadcast(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
     Returns:
       The root's `x` as JAX arrays.
 
-    Raises:
-      ValueError: `root` or `groups` is invalid, or a rank makes a different call.
-      TypeError: a leaf is not an array.
-      ControlError: a rank is missing until the timeout.
+    Errors are those of `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -160,10 +128,7 @@ def reduce(x: Any, root: int = 0, op: Op = "sum", groups: Groups | None = None) 
     Returns:
       On the root, the result of `allreduce`. On other ranks, `x` as JAX arrays.
 
-    Raises:
-      ValueError: `root`, `op`, or `groups` is invalid, or a rank makes a different call.
-      TypeError: a leaf is not an array, or its dtype does not support `op`.
-      ControlError: a rank is missing until the timeout.
+    Errors are those of `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -185,12 +150,7 @@ def all_to_all(x: Any, split_axis: int = 0, concat_axis: int = 0, groups: Groups
     Returns:
       JAX arrays with the structure of `x`. `split_axis` is smaller and `concat_axis` larger by the number of ranks.
 
-    Raises:
-      ValueError: an axis or `groups` is invalid, a dimension is not divisible, or a rank makes a different call.
-      TypeError: a leaf is not an array.
-      ControlError: a rank is missing until the timeout.
-
-    Differentiable (see `allreduce`).
+    Errors are those of `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -211,10 +171,7 @@ def gather(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
     Returns:
       On the root, JAX arrays whose first axis is larger by the number of ranks. On other ranks, `x` as JAX arrays.
 
-    Raises:
-      ValueError: `root` or `groups` is invalid, or a rank makes a different call.
-      TypeError: a leaf is not an array.
-      ControlError: a rank is missing until the timeout.
+    Errors are those of `allreduce`.
 
     Example:
       >>> import jaxdist
@@ -236,10 +193,7 @@ def scatter(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
     Returns:
       JAX arrays with the structure of `x`. The first axis is smaller by the number of ranks.
 
-    Raises:
-      ValueError: `root` or `groups` is invalid, a dimension is not divisible, or a rank makes a different call.
-      TypeError: a leaf is not an array.
-      ControlError: a rank is missing until the timeout.
+    Errors are those of `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -296,7 +250,7 @@ def recv(like: Any, src: int) -> Any:
       JAX arrays with the structure of `like`.
 
     Raises:
-      ValueError: `src` is invalid, different shapes or dtypes arrived (they are dropped), or the sender's call failed.
+      ValueError: `src` is invalid, different shapes or dtypes arrived (they are dropped).
       TypeError: called inside a step; use `jax.lax.ppermute`.
       ControlError: nothing arrived until the timeout.
 
@@ -313,14 +267,14 @@ def recv(like: Any, src: int) -> Any:
 def _collective(kind: str, tree: Any, **arguments: Any) -> Any:
     if on_device():
         structure, leaves = flat(kind, tree)
-        options = checked(kind, arguments, in_step.size(), structure, leaves)
-        return jax.tree.unflatten(structure, [getattr(in_step, kind)(x, **options) for x in leaves])
+        function = functools.partial(getattr(in_step, kind), **checked(kind, arguments, in_step.size()))
+        return jax.tree.unflatten(structure, each(kind, structure, leaves, function))
     if inside_step():
         raise StepError(
             f"jaxdist.{kind} inside a step, which runs as on one device with the whole batch: sums and means over "
             "the batch need no collective. Put code for each device in jaxdist.per_device"
         )
-    return outside.collective(kind, tree, arguments)
+    return get_context().only(Outside).run(kind, tree, arguments)
 
 
 def _refuse_in_a_step(kind: str) -> None:

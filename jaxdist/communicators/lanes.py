@@ -11,16 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from jaxdist.communicators import exchange
-from jaxdist.communicators.xla import Axes, GlooLowering, all_gather, extreme
+from jaxdist.communicators.xla import Axes, GlooLowering, all_gather
 from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of
-from jaxdist.ir.primitives import group_reduce_p
 
 _AT_ONCE = 1 << 12
 """Largest total bytes of a sum in one message: each lane gets all summands and adds them."""
@@ -31,7 +28,7 @@ class LanesLowering(GlooLowering):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rules |= {p.psum_p: self._sum, group_reduce_p: self._group_sum}
+        self.rules |= {p.psum_p: self._sum}
 
     def _total(self, axes: Axes, x: Any, wire: str | None, groups: Sequence[Sequence[int]] | None = None) -> Any:
         size = len(groups[0]) if groups else lax.axis_size(axes)
@@ -46,16 +43,3 @@ class LanesLowering(GlooLowering):
         named = tuple(one for one in axes if not isinstance(one, int))
         total = self._total(named, x, None, groups_of(eqn)) if x.size and named else x
         return [total] if eqn.primitive.multiple_results else total
-
-    def _group_sum(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-        if eqn.params["op"] != "sum":
-            return extreme(eqn, x, eqn.params["op"])
-        axes, groups = eqn.params["axes"], eqn.params["groups"]
-        if len(sizes := {len(group) for group in groups}) == 1:
-            return self._total(axes, x, None, groups)
-        lanes = sum(map(len, groups))
-        members = np.full((lanes, max(sizes)), lanes)  # groups, padded with an index of zeros
-        for group in groups:
-            members[list(group), : len(group)] = group
-        mine = jnp.asarray(members)[lax.axis_index(axes)]
-        return exchange.summed(all_gather(axes, x).at[mine].get(mode="fill", fill_value=0)).astype(x.dtype)

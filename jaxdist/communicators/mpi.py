@@ -27,7 +27,7 @@ from jaxdist import compat
 from jaxdist.communicators import exchange
 from jaxdist.communicators.mpi_groups import library, of_group
 from jaxdist.ir.interpreter import CHECKPOINT, Interpreter, axes_of, bodies, groups_of, retrace
-from jaxdist.ir.primitives import FETCHED, group_reduce_p, slices
+from jaxdist.ir.primitives import FETCHED, slices
 from jaxdist.mesh import Axis, along
 
 MOST = 2**31 - 1
@@ -91,7 +91,6 @@ class MpiLowering(Interpreter):
         super().__init__(
             {
                 **exchange.rules(self._among),
-                group_reduce_p: lambda _, eqn, x: self._reduced(eqn, x, eqn.params["op"]),
                 p.psum_p: lambda _, eqn, x: self._reduced(eqn, x, "sum"),
                 p.pmax_p: lambda _, eqn, x: self._reduced(eqn, x, "max"),
                 p.pmin_p: lambda _, eqn, x: self._reduced(eqn, x, "min"),

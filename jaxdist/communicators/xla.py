@@ -18,7 +18,6 @@ from jaxdist.ir.primitives import (
     FETCHED,
     all_reduce_p,
     gather_shards_p,
-    group_reduce_p,
     joined,
     reduce_shard_p,
     reduced,
@@ -40,7 +39,6 @@ class XlaLowering(Interpreter):
                 gather_shards_p: lambda _, eqn, x: _gather_shards(eqn, x),
                 p.pmax_p: lambda _, eqn, x: extreme(eqn, x, "max"),
                 p.pmin_p: lambda _, eqn, x: extreme(eqn, x, "min"),
-                group_reduce_p: lambda _, eqn, x: extreme(eqn, x, eqn.params["op"]),
                 **FETCHED,
             }
         )
@@ -127,12 +125,12 @@ def _gather_shards(eqn: JaxprEqn, x: Any) -> Any:
 
 
 def extreme(eqn: JaxprEqn, x: Any, op: str) -> Any:
-    """Return the max, min or sum over devices; NaN if one has it."""
+    """Return the max or min over devices; NaN if one has it."""
 
     def reduce(x: Any) -> Any:
         return compat.bind(eqn, eqn.params, [x])[0]
 
-    if op == "sum" or not jnp.issubdtype(x.dtype, jnp.floating):
+    if not jnp.issubdtype(x.dtype, jnp.floating):
         return reduce(x)
     return exchange.extreme(x, op, reduce)
 

@@ -9,7 +9,6 @@ import glob
 import itertools
 import json
 import os
-import re
 import secrets
 import shutil
 import zlib
@@ -27,7 +26,7 @@ from jaxdist.runtime.context import get_context
 _TOKENS, _ENDS, _ABOUT = "tokens.npy", "ends.npy", "about.json"
 _BLOCK = 1 << 15  # tokens per digest
 _CHUNK = 1 << 20  # bytes of text per step of a checksum
-_SAMPLES = 64  # documents that are encoded again to check that a folder has the same tokens
+_SAMPLES = 64  # documents at the start that are encoded again to check that a folder has the same tokens
 
 
 def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], split: str | None = "\n") -> Text:
@@ -70,21 +69,17 @@ class Text:
         self._sizes = [Path(path).stat().st_size for path in paths]
 
     def __iter__(self) -> Iterator[str]:
-        for path, size in zip(self._paths, self._sizes, strict=True):
-            data = np.memmap(path, np.uint8, "r") if size else b""
-            breaks = re.finditer(re.escape(self._split.encode()), data) if self._split else ()  # type: ignore[arg-type]
-            start = 0
-            for end, following in itertools.chain((found.span() for found in breaks), [(size, size)]):
+        for path in self._paths:
+            rest, size = "", 1 << 24 if self._split else -1
+            with Path(path).open(encoding="utf-8-sig") as file:
                 try:
-                    text = bytes(data[start:end]).decode()
+                    for text in iter(functools.partial(file.read, size), ""):
+                        *whole, rest = (rest + text).split(self._split) if self._split else [text]
+                        yield from filter(None, whole)
                 except UnicodeDecodeError as error:
-                    raise ValueError(
-                        f"{path} is not UTF-8 at byte {start + error.start}: convert the file, or leave it out"
-                    ) from None
-                text = text if start else text.removeprefix("\ufeff")
-                start = following
-                if text := text.removesuffix("\r") if self._split == "\n" else text:  # on Windows
-                    yield text
+                    raise ValueError(f"{path} is not UTF-8 ({error}): convert the file, or leave it out") from None
+            if rest:
+                yield rest
 
     def checksum(self) -> int:
         """Return a checksum of the files' bytes; above one GiB, of lengths and samples."""
@@ -120,6 +115,7 @@ class Documents:
     def __init__(self, tokens: np.ndarray, ends: Any):
         self.tokens, self.ends = tokens, np.asarray(ends)
         self._folder: Path | None = None
+        self._about: dict[str, Any] = {}  # what `tokenize` wrote about them
         self._unread: dict[int, int] = {}  # the digests of blocks that have not been read yet
         for name, x in (("tokens", tokens), ("ends", self.ends if self.ends.size else np.zeros(0, int))):
             if x.ndim != 1 or x.dtype.kind not in "iu":
@@ -144,17 +140,24 @@ class Documents:
           DataError: its files are damaged, or `jaxdist.data.tokenize` did not write them.
         """
         path = Path(folder).absolute()
-        about = _about(path)
-        tokens, ends, digests = _loaded(path / _TOKENS), _loaded(path / _ENDS), about.get(_TOKENS, 0)
-        sound = {
-            _ENDS: _digests(ends) == about.get(_ENDS),
-            _TOKENS: str(tokens.dtype) == about.get("dtype") and list(tokens.shape) == ends[-1:].tolist(),
-            _ABOUT: isinstance(digests, list) and len(digests) == -(-len(tokens) // _BLOCK),
-        }
-        for name in (name for name in sound if not sound[name]):
-            raise DataError(f"{path / name}: damaged. Delete {path} and tokenize again")
+        try:
+            about = json.loads((path / _ABOUT).read_text())
+            tokens, ends = (np.load(path / name, mmap_mode="r") for name in (_TOKENS, _ENDS))
+            sound = (
+                about[_ENDS] == _digests(ends)
+                and (tokens.dtype.name, len(tokens)) == (about["dtype"], ends[-1])
+                and len(about[_TOKENS]) == -(-len(tokens) // _BLOCK)
+            )
+            if not sound:
+                raise ValueError("its lengths or digests do not match")
+        except (OSError, EOFError, ValueError, TypeError, LookupError, RecursionError) as error:
+            if not path.exists():
+                raise
+            raise DataError(
+                f"{path} is damaged, or jaxdist.data.tokenize did not write it ({error}): delete it and tokenize again"
+            ) from error
         documents = Documents(tokens, ends)
-        documents._folder, documents._unread = path, dict(enumerate(digests or []))
+        documents._folder, documents._about, documents._unread = path, about, dict(enumerate(about[_TOKENS]))
         return documents
 
     @property
@@ -194,26 +197,6 @@ class Documents:
         return np.asarray(self.tokens[start:end])
 
 
-def _about(path: Path) -> dict[str, Any]:
-    """Read the record that `tokenize` left in a folder."""
-    try:
-        about = json.loads((path / _ABOUT).read_text())
-    except (OSError, ValueError, RecursionError):
-        if not path.exists():
-            raise
-        about = None
-    if not isinstance(about, dict):
-        raise DataError(f"{path / _ABOUT} is missing or damaged: delete {path} and tokenize again, or name a new one")
-    return about
-
-
-def _loaded(file: Path) -> np.ndarray:
-    try:
-        return np.load(file, mmap_mode="r")
-    except (ValueError, EOFError, OSError) as error:
-        raise DataError(f"{file}: damaged ({error}). Delete {file.parent} and tokenize again") from error
-
-
 def _digests(array: np.ndarray) -> list[int]:
     """Return a digest for each block."""
     return [zlib.crc32(array[i : i + _BLOCK].tobytes()) for i in range(0, len(array), _BLOCK)]
@@ -231,8 +214,8 @@ def tokenize(
     see the folder.
 
     An existing folder must come from the same documents and encoding. The comparison covers the bytes of text files
-    (samples above one GiB) or of a list, the number of other documents, and the tokens of up to 64 documents, including
-    the first and last. Tokens are compared with their digests when they are first read.
+    (samples above one GiB) or of a list, the number of other documents, and the tokens of the first 64 documents.
+    Tokens are compared with their digests when they are first read.
 
     Args:
       documents: `jaxdist.data.text_files`, a list, a Hugging Face data set, or any iterable that can be read again.
@@ -277,11 +260,11 @@ def tokenize(
 
 def _write(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path, dtype: np.dtype[Any]) -> None:
     check_iterable(documents)
-    sampled = _sampled(documents)
-    if not sampled:
+    first = list(enumerate(itertools.islice(iter(documents), _SAMPLES)))
+    if not first:
         raise ValueError("tokenize: got no documents")
-    tokens = zlib.crc32(b"".join(_coded(i, encode(document), dtype).tobytes() + b";" for i, document in sampled))
-    about: dict[str, Any] = {"dtype": dtype.name, "checksum of some tokens": tokens} | _identity(documents)
+    tokens = zlib.crc32(b"".join(_coded(i, encode(document), dtype).tobytes() + b";" for i, document in first))
+    about: dict[str, Any] = {"dtype": dtype.name, "checksum of the first tokens": tokens} | _identity(documents)
     if path.exists():
         _compare(path, about)
         return
@@ -306,7 +289,7 @@ def _write(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path, d
             np.save(beside / _ENDS, np.array(ends, np.int64))
             about["documents"] = len(ends)
             for name in (_TOKENS, _ENDS):
-                about[name] = _digests(_loaded(beside / name))
+                about[name] = _digests(np.load(beside / name, mmap_mode="r"))
             (beside / _ABOUT).write_text(json.dumps(about))
             for name in (_TOKENS, _ENDS, _ABOUT):  # after a power cut a renamed file may be empty
                 with (beside / name).open("rb") as written:
@@ -336,20 +319,10 @@ def _coded(i: int, ids: Any, dtype: np.dtype[Any]) -> np.ndarray:
         return np.zeros(0, dtype)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise TypeError(f"encode gave {ids.dtype} of shape {ids.shape} for document {i}: expected a list of integers")
-    for token in (int(ids.min()), int(ids.max())):
-        holds = lambda name, token=token: np.iinfo(name).min <= token <= np.iinfo(name).max
-        if not holds(dtype):
-            wider = next(name for name in ("uint16", "uint32", "int32", "int64", "uint64") if holds(name))
-            raise ValueError(f"document {i} has token {token}, which {dtype} does not hold: pass dtype={wider!r}")
-    return ids.astype(dtype)
-
-
-def _sampled(documents: Any) -> list[tuple[int, Any]]:
-    """Return some documents with their indices, spread over all if they can be read by index."""
-    if not (hasattr(documents, "__len__") and hasattr(documents, "__getitem__")):
-        return list(enumerate(itertools.islice(documents, _SAMPLES)))
-    places = np.unique(np.linspace(0, max(0, len(documents) - 1), _SAMPLES).astype(int)) if len(documents) else []
-    return [(int(i), documents[int(i)]) for i in places]
+    coded = ids.astype(dtype)
+    if (coded != ids).any():
+        raise ValueError(f"document {i} has token {ids[coded != ids][0]}, which {dtype} does not hold: pass dtype=")
+    return coded
 
 
 def _identity(documents: Any) -> dict[str, Any]:
@@ -366,7 +339,7 @@ def _identity(documents: Any) -> dict[str, Any]:
 
 def _compare(path: Path, about: dict[str, Any]) -> None:
     """Refuse a folder that came from different documents or a different encoding."""
-    found = _about(path)
+    found = Documents.open(path)._about
     for name in about:
         if name not in (_TOKENS, _ENDS) and found.get(name, about[name]) != about[name]:
             raise ValueError(

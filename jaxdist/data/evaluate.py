@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,15 +17,13 @@ from jaxdist.runtime.context import Context, get_context
 from jaxdist.sharding import unshard
 from jaxdist.step.tracing import say_once
 
-_AHEAD = 32  # batches that the host may be ahead of the device
-
 
 def evaluate(step: Callable[..., Any], *arguments: Any) -> Any:
     """Add up the results of a decorated step over batches: ``evaluate(step, *state, batches)``.
 
     The step returns sums and counts over the examples of a batch. Their quotients are exact means over the data set,
-    for any number of ranks and any batch size. Sums are added in float64, integers without overflow. The host runs up
-    to 32 batches ahead of the device.
+    for any number of ranks and any batch size. Sums are added in float64, integers without overflow, while
+    the device computes the next batch.
 
     Every process calls it. A `jaxdist.loader` is read for one whole epoch. With ``tail="keep"``, the last batch is
     smaller.
@@ -60,22 +57,17 @@ def evaluate(step: Callable[..., Any], *arguments: Any) -> Any:
     ctx = get_context()
     if isinstance(batches, Loader):
         _start(batches, ctx)
-    waiting: deque[Any] = deque()
-    total, count = None, 0
+    total = latest = None
+    count = 0
     for count, batch in enumerate(batches, 1):
         sums = step(*state, batch)
         if count == 1:
             _check(sums, ctx)
-        for x in jax.tree.leaves(sums):
-            getattr(x, "copy_to_host_async", bool)()
-        waiting.append(sums)
-        if len(waiting) > _AHEAD:
-            total = _add(total, waiting.popleft())
+        total, latest = _add(total, latest), sums  # while the device computes the next ones
     on_every_rank(ctx, "evaluate", lambda: Part(None, (("the number of batches", str(count)),)))
     if not count:
         raise ValueError("evaluate: got no batches on any rank. Is it an iterator that was used before?")
-    for sums in waiting:
-        total = _add(total, sums)
+    total = _add(total, latest)
     return jax.tree.map(lambda x: x if np.ndim(x) else x.item(), total)
 
 

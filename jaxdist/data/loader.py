@@ -267,25 +267,14 @@ class Loader:
         self._go(_place(self._agree("loader state", check)))
         self._loop = None
 
-    def close(self) -> None:
-        """Stop worker processes and reading ahead; the next loop starts them again.
-
-        Example:
-          >>> import jaxdist, numpy as np
-          >>> batches = jaxdist.loader(np.arange(10), 4)
-          >>> _ = batches.peek()
-          >>> batches.close()
-        """
-        self._peeked = []
-        _close(self._running)
-
     def _go(self, at: Place) -> None:
         was, self._begun = self._at, False
         if not self._reader.streams and not self._reader.sampling.steps(at.position):
             at = Place(at.epoch + 1)  # an epoch's end is the start of the next
         self._at = at
         if was != at:
-            self.close()
+            self._peeked = []
+            _close(self._running)
         if not at.inner:
             return
         if resumption(at)[1] is None and self._context.is_root:

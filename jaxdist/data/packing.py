@@ -10,16 +10,15 @@ import numpy as np
 from jaxdist.data.documents import Documents
 
 
-def packed(documents: Documents, length: int, *, split: bool = True, seed: int | None = None) -> Packed:
+def packed(documents: Documents, length: int, *, seed: int | None = None) -> Packed:
     """Pack documents into rows of `length` tokens, as a source for `jaxdist.loader`.
 
-    The documents in a row depend only on their lengths, so each rank can read its own rows, in any order.
+    A document may continue in the next row, so that only the last row has padding. The documents in a row depend only
+    on their lengths, so each rank can read its own rows, in any order.
 
     Args:
       documents: the documents of tokens.
       length: the number of tokens in a row.
-      split: whether a document may continue in the next row, so that only the last row has padding. With False, a
-        document stays in one row if it fits, and rows are padded with zeros. A longer document is cut.
       seed: the seed of the order of documents before packing, so that neighbors in a file end up in different rows.
         With None, the order does not change. (The loader's `shuffle` orders the rows.)
 
@@ -39,9 +38,6 @@ def packed(documents: Documents, length: int, *, split: bool = True, seed: int |
       ...     print(row["tokens"], row["tokens_segment_ids"], row["tokens_positions"])
       [1 2 3 4] [1 1 1 2] [0 1 2 0]
       [5 6 7 0] [1 2 2 0] [0 0 1 0]
-
-    References:
-      Without `split`: Ding et al., *Fewer Truncations Improve Language Modeling*, arXiv 2404.10830 (best-fit packing).
     """
     length = operator.index(length)
     if length < 1:
@@ -52,8 +48,7 @@ def packed(documents: Documents, length: int, *, split: bool = True, seed: int |
         raise ValueError(f"packed: token {documents.tokens.max()} does not fit int32, the type of rows")
     order = np.arange(len(documents)) if seed is None else np.random.default_rng(seed).permutation(len(documents))
     order = order[documents.lengths[order] > 0]
-    pieces = _cut(documents, order, length) if split else _fitted(documents, order, length)
-    return Packed(documents, length, *pieces)
+    return Packed(documents, length, *_cut(documents, order, length))
 
 
 class Packed:
@@ -98,38 +93,3 @@ def _cut(documents: Documents, order: np.ndarray, length: int) -> tuple[np.ndarr
     starts = documents.ends[order][which] - ends[which] + froms
     rows = np.searchsorted(froms, np.arange(0, ends[-1], length))
     return np.append(rows, len(froms)), starts, at - froms
-
-
-def _fitted(documents: Documents, order: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Put the longest document first, each into the row that it fills best; return like `_cut`."""
-    sizes = documents.lengths[order]
-    firsts = documents.ends[order] - sizes
-    whole = sizes // length
-    full = np.repeat(firsts, whole) + length * _counted(whole)  # full rows of longer documents
-    starts, sizes = (firsts + whole * length)[sizes % length > 0], (sizes % length)[sizes % length > 0]
-    by_length = np.argsort(-sizes, kind="stable")
-    row_of = np.empty(len(sizes), np.int64)
-    free: list[list[int]] = [[] for _ in range(length + 1)]  # rows by free space
-    spaces, rows = 0, 0  # a bit for each space that some row has free
-    for i, size in zip(by_length.tolist(), sizes[by_length].tolist(), strict=True):
-        if fitting := spaces >> size:
-            space = size + (fitting & -fitting).bit_length() - 1
-            row = free[space].pop()
-            if not free[space]:
-                spaces ^= 1 << space
-        else:
-            space, row, rows = length, rows, rows + 1
-        row_of[i] = row
-        if left := space - size:
-            free[left].append(row)
-            spaces |= 1 << left
-    in_rows = np.argsort(row_of, kind="stable")
-    begins = np.searchsorted(row_of[in_rows], np.arange(rows + 1)) + len(full)
-    all_starts = np.concatenate([full, starts[in_rows]])
-    all_sizes = np.concatenate([np.full(len(full), length), sizes[in_rows]])
-    return np.concatenate([np.arange(len(full)), begins]), all_starts, all_sizes
-
-
-def _counted(counts: np.ndarray) -> np.ndarray:
-    """Return ``0, 1, …`` up to each of the counts, concatenated."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -19,8 +19,6 @@ from jaxdist.data.sampling import Place, Sampling
 from jaxdist.data.sources import Arrays, as_text, digest, of_text, open_epoch, stacked
 from jaxdist.errors import DataError
 
-_AT_HAND, _SMALL = 1 << 28, 1 << 20  # bytes of arrays, of a rank's batch: no need to read ahead
-
 
 class Read(NamedTuple):
     """A batch."""
@@ -62,7 +60,7 @@ class Reader:
             read: Callable[[int], Read] = lambda _: next(batches)
         else:
             read = functools.partial(self._by_index, place)
-        if not self.workers and (not self.prefetch or self._is_at_hand()):
+        if not self.workers and not self.prefetch:
             return (read(step) for step in itertools.count())
         import grain  # slow to import
 
@@ -77,13 +75,6 @@ class Reader:
         compat.start_quiet_tracker()
         steps = steps.mp_prefetch(grain.multiprocessing.MultiprocessingOptions(self.workers, max(1, self.prefetch)))
         return iter(steps.map(lambda read: jax.tree.map(compat.forget_name, read)))
-
-    def _is_at_hand(self) -> bool:
-        """Check whether copying a batch is faster than importing grain or using a thread."""
-        if not isinstance(self.source, Arrays) or self.transform is not None:
-            return False
-        part = self.sampling.batch_size * len(self.sampling.own) / len(self.source)
-        return self.source.nbytes <= _AT_HAND and self.source.nbytes * part <= _SMALL
 
     def _by_index(self, start: Place, step: int) -> Read:
         """Return the batch `step` batches after a position; also called in workers."""
@@ -119,7 +110,7 @@ class Reader:
                 then = Place(at.epoch + 1)
                 if self._enough(further):
                     example, start, state = further[0]
-                    then = Place(at.epoch, at.position + whole, as_text((start, state, digest(example))))
+                    then = Place(at.epoch, at.position + whole, repr((start, state, digest(example))))
                 for example, *_ in rows if self.compare else ():
                     total = zlib.crc32(digest(example).to_bytes(4, "big"), total)
                 here = self.sampling.of(len(rows))
@@ -148,7 +139,8 @@ class Reader:
             examples.set_state(of_text(state))
         skip = at.position - start
         while True:
-            mark = (start, as_text(examples.get_state())) if exact else (0, None)  # may change in place
+            now = as_text(examples.get_state()) if exact else None  # it may change in place
+            mark = (0, None) if now is None else (start, now)
             rows = list(itertools.islice(examples, self.window or self.sampling.whole))
             if self.window:
                 rng = np.random.default_rng([self.sampling.seed, at.epoch, start // self.window])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import math
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -12,28 +11,25 @@ from typing import Any
 import jax
 import numpy as np
 
-_KEPT = "supported are dicts, lists, tuples, strings, bytes, finite numbers and None"
+_NO_LITERAL = ValueError, SyntaxError, TypeError, RecursionError, MemoryError
 
 
 class Arrays:
     """A pytree of arrays with one entry per example, as a source."""
 
     def __init__(self, tree: Any):
-        lengths: dict[int, str] = {}
+        found: dict[int | str, str] = {}  # lengths, each with the first array that has it
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
-            name = "source" + jax.tree_util.keystr(path)
-            if not isinstance(x, np.ndarray | jax.Array) or not x.ndim:
-                kind = "a scalar" if isinstance(x, np.ndarray | jax.Array) else f"a {type(x).__name__}"
-                raise TypeError(
-                    f"{name} is {kind}: expected an array with one entry per example. (A list means a list of "
-                    "examples; a dict or tuple means its parts)"
-                )
-            lengths.setdefault(len(x), name)
-        if len(lengths) != 1:
-            found = ", ".join(f"{name} has {n}" for n, name in lengths.items()) or "it has no arrays"
-            raise ValueError(f"the arrays of the data set have different numbers of examples: {found}")
-        self.tree, (self.length,) = jax.tree.map(np.asarray, tree), lengths
-        self.nbytes = sum(x.nbytes for x in jax.tree.leaves(self.tree))
+            is_array = isinstance(x, np.ndarray | jax.Array) and x.ndim
+            length = len(x) if is_array else f"a scalar {type(x).__name__}"
+            found.setdefault(length, "source" + jax.tree_util.keystr(path))
+        (length, *_), shown = found or [0], ", ".join(f"{name}: {what}" for what, name in found.items())
+        if len(found) != 1 or isinstance(length, str):
+            raise ValueError(
+                f"the arrays of a data set have one length, the number of examples; found {shown or 'no arrays'}. "
+                "(A list means a list of examples; a dict or tuple means its parts)"
+            )
+        self.tree, self.length = jax.tree.map(np.asarray, tree), length
 
     def __len__(self) -> int:
         return self.length
@@ -102,29 +98,20 @@ def _shuffled(source: Any, epoch: int) -> Iterator[Any]:
         yield from source
 
 
-def as_text(state: Any) -> str:
-    """Write the state of a stream as a Python literal that restores it exactly."""
-
-    def kept(x: Any, at: str) -> Any:
-        if isinstance(x, dict):
-            return {kept(name, f"{at}, key"): kept(one, f"{at}[{name!r}]") for name, one in x.items()}
-        if type(x) in (list, tuple):
-            return type(x)(kept(one, f"{at}[{i}]") for i, one in enumerate(x))
-        if isinstance(x, np.generic):
-            x = x.item()
-        if x is None or type(x) in (bool, int, str, bytes) or (type(x) is float and math.isfinite(x)):
-            return x
-        what = repr(x) if isinstance(x, float) else f"a {type(x).__name__}"
-        raise TypeError(f"the state of the stream has {what} in the entry {at or '(top)'}: {_KEPT}")
-
-    return repr(kept(state, ""))
+def as_text(state: Any) -> str | None:
+    """Write the state of a stream as a Python literal, or return None if that would change it."""
+    try:
+        text = repr(state)
+        return text if ast.literal_eval(text) == state else None
+    except _NO_LITERAL:
+        return None
 
 
 def of_text(text: str) -> Any:
     """Read a state that `as_text` wrote."""
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+    except _NO_LITERAL:
         raise ValueError(f"not the state of a stream: {text[:80]!r}") from None
 
 
@@ -136,22 +123,16 @@ def digest(example: Any) -> int:
 
 def stacked(examples: list[tuple[int, Any]]) -> Any:
     """Stack examples into a batch; their indices are for messages."""
+
+    def form(example: Any) -> Any:
+        return jax.tree.structure(example), [np.shape(leaf) for leaf in jax.tree.leaves(example)]
+
     (first, like), *_ = examples
-    paths, structure = jax.tree_util.tree_flatten_with_path(like)
-    columns: list[list[np.ndarray]] = [[] for _ in paths]
+    expected = form(like)
     for i, example in examples:
-        if example is None:
+        if example is None or form(example) != expected:
             raise ValueError(
-                f"example {i} of the data set is None (filtered out?). Filter a stream, as from .to_iter_dataset()"
+                f"example {i} of the data set has the shapes {jax.tree.map(np.shape, example)}, and example {first} "
+                f"{jax.tree.map(np.shape, like)}: pad or crop in transform=, and filter a stream (.to_iter_dataset())"
             )
-        leaves, theirs = jax.tree.flatten(example)
-        if theirs != structure:
-            raise ValueError(f"example {i} of the data set has structure {theirs}, and example {first} {structure}")
-        for column, leaf, (path, _) in zip(columns, leaves, paths, strict=True):
-            column.append(np.asarray(leaf))
-            if column[-1].shape != column[0].shape:
-                raise ValueError(
-                    f"example{jax.tree_util.keystr(path)} has shape {column[-1].shape} in example {i} of the data set "
-                    f"and {column[0].shape} in example {first}: pad or crop them in transform="
-                )
-    return jax.tree.unflatten(structure, [np.stack(column) for column in columns])
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *(example for _, example in examples))

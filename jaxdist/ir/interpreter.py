@@ -136,7 +136,7 @@ def axes_of(eqn: JaxprEqn, unsaid: Any = ()) -> tuple[Any, ...]:
 
 def groups_of(eqn: JaxprEqn) -> Sequence[Sequence[int]] | None:
     """Return a collective's groups of devices, or None if all form one group."""
-    return eqn.params.get("groups", eqn.params.get("axis_index_groups"))
+    return eqn.params.get("axis_index_groups")
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive, primitives
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 # --- emitted
@@ -27,12 +27,6 @@ above."""
 
 gather_shards_p = Primitive("jaxdist_all_gather")
 """The slices of all devices joined along ``dim``, without padding: ``size`` entries."""
-
-group_reduce_p = Primitive("jaxdist_group_reduce")
-"""The ``op`` (sum, max or min) over a device's group along ``axes``; ``groups`` list each device once.
-
-`lax.psum` accepts groups of unequal size, but not where JAX types values as replicated or varying.
-"""
 
 fetch_p = Primitive("jaxdist_fetch")
 """The first ``count`` operands, copied from host to device once the others are computed."""
@@ -144,28 +138,12 @@ gather_shards_p.def_abstract_eval(
 fetch_p.def_abstract_eval(lambda *avals, count: list(avals[:count]))
 
 
-def _group_transpose(ct: Any, _: Any, **params: Any) -> list[Any]:
-    if params["op"] != "sum":
-        raise NotImplementedError(f"the derivative of a {params['op']} over groups of devices")
-    return [group_reduce_p.bind(ct, **params)]
-
-
-def _group_reduced(x: Any, *, op: str, axes: tuple[str, ...], groups: tuple[tuple[int, ...], ...]) -> Any:
-    return _REDUCE[op].bind(x, axes=axes, axis_index_groups=groups)
-
-
-_REDUCE = {"sum": primitives.psum_p, "max": primitives.pmax_p, "min": primitives.pmin_p}
-
-
 def _by_itself(primitive: Primitive, transpose: Callable[..., Any]) -> None:
     """Register the rules of a linear primitive that treats each entry independently."""
     primitive.def_abstract_eval(lambda aval, **_: aval)
     ad.deflinear2(primitive, transpose)
     batching.primitive_batchers[primitive] = lambda args, dims, **params: (primitive.bind(*args, **params), dims[0])
 
-
-_by_itself(group_reduce_p, _group_transpose)
-mlir.register_lowering(group_reduce_p, mlir.lower_fun(_group_reduced, multiple_results=False))
 
 for mark_p in (shard_p, plain_p):
     _by_itself(mark_p, lambda ct, _, **__: [ct])

@@ -16,9 +16,7 @@ from jaxdist.machine import Machine, ring_factor
 from jaxdist.mesh import MODEL, SEQUENCE, Axis, along
 
 _KINDS = {
-    **dict.fromkeys(
-        ("jaxdist_all_reduce", "psum", "psum_invariant", "pmax", "pmin", "jaxdist_group_reduce"), "all-reduce"
-    ),
+    **dict.fromkeys(("jaxdist_all_reduce", "psum", "psum_invariant", "pmax", "pmin"), "all-reduce"),
     **dict.fromkeys(("jaxdist_reduce_scatter", "reduce_scatter"), "reduce-scatter"),
     **dict.fromkeys(("jaxdist_all_gather", "all_gather", "all_gather_invariant"), "all-gather"),
     "all_to_all": "all-to-all",

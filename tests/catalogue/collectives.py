@@ -89,8 +89,7 @@ def _reduced(xp: Any, xs: list[Any], op: str) -> Any:
 
 def dtypes(call: Call, eager: bool = False) -> list[str]:
     """Those that the call takes."""
-    reduces = "reduce" in call["kind"]
-    more = COMPLEX * (call.get("op") not in ("min", "max")) + ["int4", "float8_e4m3fn"] * (eager and not reduces)
+    more = COMPLEX * (call.get("op") not in ("min", "max")) + ["int4", "float8_e4m3fn"] * eager
     return [*FLOATS, *INTS, "bool", *more]
 
 
@@ -103,9 +102,7 @@ def random_call(rng: np.random.Generator, n: int, eager: bool = False) -> Call:
     call["dtype"] = str(rng.choice(dtypes(call, eager)))
     order = [int(d) for d in rng.permutation(n)]
     halves = [order[: n // 2], order[n // 2 :]] if n % 2 == 0 else [[d] for d in order]
-    any_size = [[order[:1], order[1:]], [order[: n - 1]]]
-    if not eager and kind not in ("allreduce", "reduce", "broadcast"):
-        any_size = []
+    any_size = [[order[:1], order[1:]], [order[: n - 1]]] if eager else []
     choices = [None, None, [order], halves, *any_size]
     if groups := choices[rng.integers(len(choices))]:
         call["groups"] = groups

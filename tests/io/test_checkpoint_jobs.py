@@ -49,7 +49,7 @@ def test_two_ranks(tmp_path: Path) -> None:
             rank["not_shared"], {"save": ("CheckpointError", "run/1"), "restore": ("FileNotFoundError", "rank 1")}
         )
         expected = {n: ("CheckpointError", n, "rank 0", "rank 1") for n in rank["other_leaves"]}
-        assert len(expected) == 9
+        assert len(expected) == 8
         told.check(rank["other_leaves"], expected)
         assert max(len(message) for _, message in rank["other_leaves"].values()) < 720
     assert output.count("skipped step 20") == 1
@@ -174,8 +174,8 @@ def test_a_forked_child_leaves_the_lock_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["copied", "{", '{"pid": 1' + "0" * 5000, "\0" * 99, "\xff"])
-def test_a_lock_that_nobody_holds(text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Is taken over at once, with a warning if it is broken."""
+def test_a_lock_that_nobody_holds(text: str, tmp_path: Path) -> None:
+    """Is taken over at once, whatever it says."""
     path = tmp_path / "run"
     path.mkdir()
     if text == "copied":
@@ -185,7 +185,6 @@ def test_a_lock_that_nobody_holds(text: str, tmp_path: Path, caplog: pytest.LogC
         (path / LOCK).write_bytes(text.encode("latin1"))
     jaxdist.save(path, {"w": 2}, 2)
     assert f"process {os.getpid()} on" in (path / LOCK).read_text()
-    assert [LOCK in line.getMessage() for line in caplog.records] == [True] * (text != "copied")
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,18 +119,19 @@ def test_no_damage_is_silent(seed: int, tmp_path: Path) -> None:
 
 
 def test_a_kill_at_any_moment_of_a_save_loses_nothing(path: Path, tmp_path: Path) -> None:
-    """Also while a step is replaced, and others are removed."""
-    for i, (step, old) in enumerate([(30, 20), (20, 20)]):
+    """Also while others are removed, and a damaged one is replaced."""
+    for i, step in enumerate([30, 40]):
         shutil.copytree(path, run := tmp_path / str(i))
-        state = filled(step) | {"name": "30"}
-        replace = functools.partial(jaxdist.save, run, state, step, keep=1, overwrite=True)
-        left = snapshots(run, tmp_path / f"left{i}", replace)
+        if step == 40:
+            jaxdist.save(run, filled(40), 40)
+            flip(data_file(run / "40"))
+            assert restored(run) == 20
+        left = snapshots(run, tmp_path / f"left{i}", functools.partial(jaxdist.save, run, filled(step), step, keep=1))
         assert len(left) > 10
         for one in left:
-            got = jaxdist.restore(one, filled(0))
-            assert same(got, filled(old)) or same(got, state), one
-            jaxdist.save(one, filled(40), 40, keep=1)
-            assert there(one) == ["40"], one
+            assert restored(one) in (20, step), one
+            jaxdist.save(one, filled(50), 50, keep=1)
+            assert set(there(one)) <= {"40", "50"}, one
 
 
 def test_it_has_its_name_when_all_of_it_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,23 +236,3 @@ def test_what_is_removed_at_any_moment_of_a_reading(reader: str, path: Path, tmp
     assert 10 in found
     assert (20 in found, gone == []) == ((False, False) if reader == "restore of a step" else (True, True))
     assert all("step 10" in text or "/10 " in text for text in gone), gone
-
-
-@pytest.mark.parametrize("how", [{}, {"step": 10}], ids=str)
-def test_what_is_replaced_at_any_moment_of_a_reading(how: dict[str, int], path: Path, tmp_path: Path) -> None:
-    """Between its two renames, too."""
-    for moment in range(60):
-        (run := tmp_path / f"{how}{moment}").mkdir()
-        publish(run, 10)
-        aside = run / "10.replaced.orbax-checkpoint-tmp"
-
-        def replace(number: int, run: Path = run, moment: int = moment, aside: Path = aside) -> None:
-            if number == moment:
-                (run / "10").rename(aside)
-            elif number == moment + 1:
-                jaxdist.save(run, filled(7), 10, overwrite=True)
-
-        with at_each(run, replace) as seen:
-            assert restored(run, **how) in (10, 7)
-        if len(seen) <= moment:
-            break

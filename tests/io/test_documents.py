@@ -23,9 +23,9 @@ TEXT = "one\n\nzwei – drei\nlast"
     ("split", "want"),
     [
         ("\n", ["one", "zwei – drei", "last", "a", "b", "one", "two"]),
-        ("\n\n", ["one", "zwei – drei\nlast", "a\nb\n", "one\r\n\r\ntwo\r\n"]),
-        ("–", ["one\n\nzwei ", " drei\nlast", "a\nb\n", "one\r\n\r\ntwo\r\n"]),
-        (None, [TEXT, "a\nb\n", "one\r\n\r\ntwo\r\n"]),
+        ("\n\n", ["one", "zwei – drei\nlast", "a\nb\n", "one", "two\n"]),
+        ("–", ["one\n\nzwei ", " drei\nlast", "a\nb\n", "one\n\ntwo\n"]),
+        (None, [TEXT, "a\nb\n", "one\n\ntwo\n"]),
     ],
 )
 def test_text_files(split: str | None, want: list[str], tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_text_files_that_are_wrong(tmp_path: Path) -> None:
         (lambda: jaxdist.data.text_files(tmp_path / "none.txt"), FileNotFoundError, ("none.txt",)),
         (lambda: jaxdist.data.text_files(empty), ValueError, ("empty.txt", "no documents")),
         (lambda: jaxdist.data.text_files(latin, ""), ValueError, ("split",)),
-        (lambda: list(jaxdist.data.text_files(latin)), ValueError, ("latin.txt", "UTF-8", "byte 4")),
+        (lambda: list(jaxdist.data.text_files(latin)), ValueError, ("latin.txt", "UTF-8", "0xfc")),
     ]
     for call, error, tokens in calls:
         with raises(error, *tokens):
@@ -114,9 +114,9 @@ def test_text_files_that_are_written_anew(tmp_path: Path) -> None:
         (["a", "b"], str.encode, {}, ("1", "2")),
         (iter(["a"]), str.encode, {}, ("list_iterator",)),
         ([], str.encode, {}, ("no documents",)),
-        (["a"], lambda x: [70_000], {}, ("document 0", "70000", "uint16", "dtype='uint32'")),
-        (["a"], lambda x: [2**33], {}, ("8589934592", "uint16", "dtype='int64'")),
-        (["a"], lambda x: [-1], {}, ("document 0", "-1", "dtype='int32'")),
+        (["a"], lambda x: [70_000], {}, ("document 0", "70000", "uint16", "dtype=")),
+        (["a"], lambda x: [2**33], {}, ("8589934592", "uint16")),
+        (["a"], lambda x: [-1], {}, ("document 0", "-1", "uint16")),
         (["a"], lambda x: [0.5], {}, ("document 0", "float64")),
     ],
 )
@@ -193,18 +193,17 @@ def test_documents_that_cannot_be(tokens: np.ndarray, ends: list[int], said: tup
 @settings(max_examples=150, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=1, max_size=30).filter(any), length=st.integers(1, 20),
-    split=st.booleans(), seed=st.one_of(st.none(), st.integers(0, 9)),
+    seed=st.one_of(st.none(), st.integers(0, 9)),
 )  # fmt: skip
-def test_rows(lengths: list[int], length: int, split: bool, seed: int | None) -> None:
+def test_rows(lengths: list[int], length: int, seed: int | None) -> None:
     """Each token is in them once, each document in order; its segment and the places in it are named."""
     documents = jaxdist.data.Documents(np.arange(1, sum(lengths) + 1), np.cumsum(lengths))
-    rows = list(jaxdist.data.packed(documents, length, split=split, seed=seed))
+    rows = list(jaxdist.data.packed(documents, length, seed=seed))
     tokens = np.concatenate([row["tokens"] for row in rows])
     real = tokens[tokens > 0]
     assert sorted(real.tolist()) == documents.tokens.tolist()
-    if split:
-        assert len(rows) == -(-len(real) // length)
-        assert seed is not None or tokens[: len(real)].tolist() == documents.tokens.tolist()
+    assert len(rows) == -(-len(real) // length)
+    assert seed is not None or tokens[: len(real)].tolist() == documents.tokens.tolist()
     for row in rows:
         assert {(x.dtype, x.shape) for x in row.values()} == {(np.dtype(np.int32), (length,))}
         segments = row["tokens_segment_ids"]
@@ -212,16 +211,14 @@ def test_rows(lengths: list[int], length: int, split: bool, seed: int | None) ->
         assert set(np.diff(segments[segments > 0]).tolist()) <= {0, 1}
         for segment in range(1, segments.max() + 1):
             piece = row["tokens"][segments == segment]
-            (document,) = set(np.searchsorted(documents.ends, piece - 1, "right").tolist())
+            assert len(set(np.searchsorted(documents.ends, piece - 1, "right").tolist())) == 1
             assert piece.tolist() == list(range(piece[0], piece[0] + len(piece)))
             assert row["tokens_positions"][segments == segment].tolist() == list(range(len(piece)))
-            assert split or len(piece) == lengths[document] or lengths[document] > length
 
 
-def test_whole_documents_fill_rows_well_and_a_seed_orders_them() -> None:
+def test_a_seed_orders_the_documents() -> None:
     lengths = np.random.default_rng(0).integers(1, 100, 2000)
     documents = jaxdist.data.Documents(np.arange(lengths.sum()), np.cumsum(lengths))
-    assert len(jaxdist.data.packed(documents, 128, split=False)) <= 1.01 * lengths.sum() / 128
     first = [next(iter(jaxdist.data.packed(documents, 128, seed=seed)))["tokens"].tolist() for seed in (None, 0, 0, 1)]
     assert first[1] == first[2]
     assert len(set(map(tuple, first))) == 3

@@ -49,8 +49,6 @@ def check(source: Any, window: int = 0, **how: Any) -> None:
             loader.set_state(json.loads(state))
         got[loaders[0].epoch] += flat(epoch(loaders, steps))
         state = json.dumps(loaders[0].get_state())
-        for loader in loaders:
-            loader.close()
     assert (got[0], got[1]) == (want[0], want[1][: len(got[1]) or 1])
 
 

@@ -87,7 +87,6 @@ def other_leaves(path: str) -> dict[str, list[str]]:
     }
     said["['b']"] = error_of(jaxdist.save, path, {"a": 1, "b": 2} if LAST else {"a": 1}, 1)
     said["keep"] = error_of(jaxdist.save, path, [1], 1, keep=1 + LAST)
-    said["overwrite"] = error_of(jaxdist.save, path, [1], 1, overwrite=LAST)
     assert jaxdist.latest_step(path) is None
     alike = [np.full(3, np.nan, ">f4" if LAST else "<f4"), float("nan"), jnp.ones(2)]  # whatever the order of bytes
     jaxdist.save(path, alike, 1)

@@ -25,6 +25,6 @@ if ctx.is_root:
 for n in range(last + 1, 100_000):
     filled = jaxdist.shard({k: np.full(v.shape, n, np.float32) for k, v in wide.items()})
     state = {"wide": filled, "whole": np.full((256, 256), float(n)), "count": n}
-    jaxdist.save(path, state, n, keep=3, wait=n % 2 == 0, overwrite=n % 3 == 0)
+    jaxdist.save(path, state, n, keep=3, wait=n % 2 == 0)
     if ctx.is_root:
         print("SAVED", n, flush=True)
