@@ -224,7 +224,6 @@ def pmap_code(decorate: Any) -> Any:
     return decorate(step)(jnp.ones(3), X, Y)
 
 
-@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")  # flax, with x64
 def grown(model: Any, x: Any) -> Any:
     model.more = nnx.Param(jnp.ones(3))
     return x.sum()
@@ -236,6 +235,7 @@ def test_what_a_step_may_not_do_with_nnx_objects(step: Any, token: str) -> None:
         jaxdist.data_parallel(step)(Tied(), X)
 
 
+@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")  # flax, with x64
 @pytest.mark.parametrize(("run", "own", "tolerance"), PROGRAMS)
 def test_only_the_decorator_changes(run: Program, own: Any, tolerance: float) -> None:
     found, expected = run(jaxdist.data_parallel), run(own)
