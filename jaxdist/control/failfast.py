@@ -120,15 +120,21 @@ def _watch_exit(control: Control) -> None:
     of Python on the stack. (Python 3.8 to 3.13.)
     """
 
-    class Exit(SystemExit):
-        @property
-        def code(self) -> Any:  # type: ignore[override]
-            code = super().code
-            if sys._getframe().f_back is None:
-                control.process.script_code = code
-            return code
+    member: Any = SystemExit.__dict__["code"]
 
-    Exit.__name__ = SystemExit.__name__
+    def read(error: SystemExit) -> Any:
+        if sys._getframe().f_back is None:
+            control.process.script_code = member.__get__(error)
+        return member.__get__(error)
+
+    class Exit(SystemExit):
+        code: Any = property(read, member.__set__)
+
+        def __reduce__(self) -> Any:
+            return SystemExit, self.args
+
+    Exit.__name__ = Exit.__qualname__ = SystemExit.__name__
+    Exit.__module__ = SystemExit.__module__
 
     def leave(status: Any = None, /) -> None:
         # In other threads, Python handles only SystemExit itself.

@@ -28,8 +28,12 @@ _CAUSE = re.compile(
     rb"\[jaxdist rank \d+\] ((rank \d+) \([^)]*, pid \d+\)"
     rb"(?:: | failed: | ended its script | was interrupted| died without | can't be reached ).*)"
 )
-# What Open MPI says that has lost a host. It would wait for ever for the other half to confirm.
-_LOST = re.compile(rb"(prterun|mpirun) (?:has )?detected that one.*")
+# Ranks that do not make the same calls: each says it, and none is the first.
+_DISAGREE = re.compile(
+    rb"\[jaxdist rank \d+\] (.*(?:the ranks make different calls|has finished after|not every rank has come).*)"
+)
+# Open MPI, when it has lost a host. It would wait forever for the other half to confirm.
+_LOST = re.compile(rb"PRTE has lost communication.*|(?:prterun|mpirun) (?:has )?detected that one.*")
 # No other command's failure leads to these.
 _CRASHES = {128 + s for s in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)}
 
@@ -50,6 +54,7 @@ class Job:
         self._failed: dict[str, int] = {}  # exit codes, in the order in which they were seen
         self._pumps: dict[str, list[Pump]] = {}
         self._causes: list[tuple[str, str]] = []  # of a failure, as ranks have told one another: in words, and whose
+        self._lost = ""  # a host, in words of mpirun's
         self._heard: list[int] = []  # signals
 
     def run(self) -> Ended:
@@ -79,8 +84,9 @@ class Job:
             self._drain(pumps, patient=ended.code == 0)
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not one of Python's
-        if self._causes and ended.failed:
-            say(self._causes[0][0])  # once more: what was said meanwhile may be long
+        cause = self._causes[0][0] if self._causes else self._lost
+        if cause and ended.failed:
+            say(cause)  # again, since the output in between may be long
         problem = next((pump.problem for pump in pumps if pump.problem), "")
         if problem:
             say(f"output could not be written: {problem}")
@@ -98,7 +104,7 @@ class Job:
                 ended = ended or Ended(128 + number, "")
                 asked, kill_at = True, min(kill_at, time.monotonic() + SIGNAL_GRACE_S)
             self._look_who_has_ended()
-            if self._causes:  # with the network gone mpirun waits for its other half, and would not end
+            if self._causes or self._lost:  # with the network gone mpirun waits for its other half, and would not end
                 kill_at = min(kill_at, time.monotonic() + SIGNAL_GRACE_S)
             if self._failed and ended is None:
                 decide_at = min(decide_at, time.monotonic() + _HEARD_S)
@@ -167,8 +173,10 @@ class Job:
         def noted(line: bytes) -> bytes:
             if match := _CAUSE.search(line):
                 self._causes.append((match[1].decode(errors="replace"), match[2].decode()))
+            elif match := _DISAGREE.search(line):
+                self._causes.append((match[1].decode(errors="replace"), ""))
             elif match := _LOST.search(line):
-                self._causes.append((match[0].decode(errors="replace"), command.name))
+                self._lost = match[0].decode(errors="replace")
             return command.line_filter(line)
 
         return [Pump(process.stdout, sys.stdout, noted), Pump(process.stderr, sys.stderr, noted)]

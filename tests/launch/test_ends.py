@@ -81,10 +81,20 @@ def test_signals_end_the_job_without_orphans(
     assert wait_gone(mark, 5) == []
 
 
-def test_the_last_line_of_a_failed_job_says_why(jaxdist: Jaxdist, launcher: str) -> None:
-    done = jaxdist("run", "-n", 2, "--launcher", launcher, FAULTS, "raises", env={"JAXDIST_TIMEOUT": "30"})
+@pytest.mark.parametrize(
+    ("fault", "tokens"),
+    [
+        ("raises", ("rank 1", "ValueError: boom on purpose", "faults.py:")),
+        pytest.param("order", ("rank 0", "rank 1", "step 'another'"), marks=pytest.mark.slow),
+        pytest.param("leaves_early", ("rank 1", "2 calls", "rank 0"), marks=pytest.mark.slow),
+    ],
+)
+def test_the_last_line_of_a_failed_job_says_why(
+    jaxdist: Jaxdist, launcher: str, fault: str, tokens: tuple[str, ...]
+) -> None:
+    done = jaxdist("run", "-n", 2, "--launcher", launcher, FAULTS, fault, env={"JAXDIST_TIMEOUT": "30"})
     assert done.returncode == 1, done.stderr
-    assert missing(("rank 1", "ValueError: boom on purpose", "faults.py:"), done.stderr.splitlines()[-1]) == []
+    assert missing(tokens, done.stderr.splitlines()[-1]) == [], done.stderr
 
 
 @MPI
