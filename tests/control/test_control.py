@@ -101,7 +101,8 @@ def wait_for_port(running: jobs.Job, port: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [60, 600])
 def test_a_job_goes_on_bit_for_bit_whatever_strangers_send(count: int, tmp_path: Path) -> None:
     """Half of it while rank 0 waits for the other one, half while both train; messages come whole and in order."""
     stop, pwned, port, rng = tmp_path / "stop", tmp_path / "pwned", jobs.free_port(), random.Random(count)
@@ -228,6 +229,7 @@ def test_a_home_that_can_keep_no_secret_is_an_error_that_says_what_to_set(tmp_pa
     assert "chmod 600" in lines[0]
 
 
+@pytest.mark.slow
 def test_who_has_heard_that_calls_differ_waits_in_the_next_one_for_who_has_not(tmp_path: Path) -> None:
     for result in jobs.spawn_env(3, [SCRIPT, "mixes", str(tmp_path)]):
         assert result.returncode == 0, result.output

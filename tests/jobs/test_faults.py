@@ -129,6 +129,7 @@ def test_by_hand_each_rank_says_why_and_where_it_is() -> None:
         assert ("stuck_in_the_loader" if rank else "in train") in result.stderr, result.stderr
 
 
+@pytest.mark.slow
 def test_ranks_that_only_send_and_receive_do_not_work_by_themselves() -> None:
     result = start(HAND, Fault("sends", ())).end(60)
     assert result.returncode == 0, result.output
@@ -142,14 +143,9 @@ def pids(text: str) -> dict[int, int]:
     return {int(rank): int(pid) for rank, pid in re.findall(r"READY (\d) (\d+)", text)}
 
 
-@pytest.mark.parametrize("how", [RUN, pytest.param(MPIRUN, marks=[pytest.mark.mpi, pytest.mark.slow])])
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [
-        (signal.SIGTERM, 143),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((signal.SIGINT, 130), (signal.SIGKILL, -9))),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [RUN, pytest.param(MPIRUN, marks=pytest.mark.mpi)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_a_signal_to_the_launcher_ends_all_its_ranks(number: signal.Signals, code: int, how: str) -> None:
     job = start(how, Fault("trains", ()))
     ranks = pids(job.wait_for(lambda text: len(pids(text)) == 2))

@@ -49,7 +49,8 @@ def test_errors_of_ranks() -> None:
     assert last == "[None]"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_end_of_the_parent_is_that_of_the_ranks(number: signal.Signals) -> None:
     job = started("waits")
     job.wait_for(lambda text: text.count("ready") == 2)

@@ -113,7 +113,7 @@ def test_random_numbers(names: tuple[str, ...], impl: str) -> None:
         compare(got[name], want[name], 0)
 
 
-@pytest.mark.parametrize("width", [8, 16, 32, 64])
+@pytest.mark.parametrize("width", [16, 64, *(pytest.param(width, marks=pytest.mark.slow) for width in (8, 32))])
 def test_bits_of_odd_sizes(width: int) -> None:
     """The batch in whichever dimension, which the devices do not divide."""
     shapes, dtype, key = [(13,), (1, 13), (13, 1), (7, 13, 3), (13, 129), (2, 3, 13, 5)], f"uint{width}", draws.KEY

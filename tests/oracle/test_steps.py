@@ -504,6 +504,7 @@ def script(folder: Path) -> Any:
 
 
 @OLD_MESH
+@pytest.mark.slow
 def test_a_mesh_that_is_set(tmp_path: Path) -> None:
     want = script(tmp_path / "plain")
     for name, entered in SET.items():

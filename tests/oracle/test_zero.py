@@ -118,7 +118,7 @@ def test_a_communicator_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
         assert set(used) == names | {"max"}, level
 
 
-@pytest.mark.parametrize(("level", "devices"), [(1, 3), (3, 8)])
+@pytest.mark.parametrize(("level", "devices"), [pytest.param(1, 3, marks=pytest.mark.slow), (3, 8)])
 def test_leaves_of_all_kinds(level: Any, devices: int) -> None:
     """Of all shapes, in less precision, frozen, and one array as two of them."""
     shapes = [(), (1,), (3,), (7, 5), (2, 3, 5, 7), (0, 4), (33, 1)]
