@@ -77,6 +77,7 @@ PathFinder.find_spec = lambda name, *rest: None if name.partition(".")[0] in BLO
 """
 
 
+@pytest.mark.slow
 def test_what_only_some_features_need_need_not_be_there() -> None:
     """A step, ZeRO and the log work without all extras; what uses one is an error that names it."""
     out = _run(f"""{WITHOUT}

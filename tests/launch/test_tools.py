@@ -13,6 +13,7 @@ from harness.errors import missing
 from harness.started import Jaxdist
 
 
+@pytest.mark.slow
 def test_info_alone() -> None:
     code, text = command("info", "--json")
     assert code == 0, text

@@ -96,8 +96,11 @@ def test_low_precision_sums_are_off_by_one_rounding_at_most() -> None:
 # --- random numbers
 
 WAYS = [(2, 8), (3, 7), (4, 8), (8, 13), (8, 16)]
-DRAWN = [(names, "threefry2x32") for names in groups(draws.DRAWS, 9)]
-DRAWN += [(names, impl) for impl in ("rbg", "unsafe_rbg") for names in groups(draws.DRAWS if FULL else draws.KEYED, 99)]
+DRAWN = [pytest.param(names, "threefry2x32") for names in groups(draws.DRAWS, 9)]
+DRAWN += [
+    pytest.param(names, impl, marks=[pytest.mark.slow] * (impl == "unsafe_rbg"))
+    for impl in ("rbg", "unsafe_rbg") for names in groups(draws.DRAWS if FULL else draws.KEYED, 99)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("names", "impl"), DRAWN, ids=lambda x: x if isinstance(x, str) else x[0])
