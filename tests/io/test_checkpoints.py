@@ -340,7 +340,7 @@ def test_what_cannot_be_removed_warns_once(
             save(run, step, keep=3)
             assert jaxdist.restore(run, {"w": 0}) == {"w": step}
     (told,) = {line.getMessage() for line in caplog.records}
-    assert "symbolic link" in told if kind == "link" else "busy" in told
+    assert str(run) in told if kind == "link" else "busy" in told  # Python 3.13's error about links has no words
     assert len(caplog.records) == 1
     save(run, 9, keep=1)
     if kind == "link":
