@@ -41,7 +41,7 @@ def lines(job: subprocess.Popen[str], count: int) -> list[str]:
     ("launcher", "what", "codes", "tokens"),
     [
         pytest.param("env", "fails", [7], ["rank 1", "exit code 7"], id="env fails"),
-        pytest.param("mpirun", "fails", [7], [], marks=MPI, id="mpirun fails"),
+        pytest.param("mpirun", "fails", [7], [], marks=[MPI, pytest.mark.slow], id="mpirun fails"),
         pytest.param("env", "is killed", [137], ["rank 1", "137"], id="env is killed"),
         pytest.param("mpirun", "is killed", [137, 9], [], marks=MPI, id="mpirun is killed"),  # MPICH says 9
         pytest.param("env", "leaves one", [0], [], id="leaves a process"),
