@@ -61,7 +61,7 @@ def steps(path: Path) -> list[int]:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give a complete checkpoint its name, in place of a damaged one."""
+    """Give a complete checkpoint its name, replacing a damaged one."""
     sync_to_disk(temporary)
     if os.path.lexists(final):
         discard(final)

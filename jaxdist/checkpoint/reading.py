@@ -70,7 +70,7 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T
         choose = functools.partial(_choose, ctx, root, step, like, failed)
         _, told = on_every_rank(ctx, "restore", choose, raises=_ERRORS, advice=lambda _: "Restore the same step")
         found: int = told[0]
-        if found in failed:  # one rank sees it, another does not
+        if found in failed:  # only some ranks may see it
             raise failed[found]
         read = functools.partial(_read_own, root, found, like)
         try:

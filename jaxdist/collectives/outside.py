@@ -81,7 +81,7 @@ class Outside:
         devices = tuple(self._first[r] for r in members)
         communicator = ctx.communicator if len(members) > 1 else "xla"
         function, program = _program(kind, tuple(options.items()), devices, communicator)
-        each(kind, structure, arrays, functools.partial(jax.eval_shape, function))  # raises what is wrong
+        each(kind, structure, arrays, functools.partial(jax.eval_shape, function))  # raises JAX's error
         whole = kind == "allreduce" and groups is None
         if self._mpi and whole and all(reduces(options["op"], x.dtype) for x in arrays):
             return description, functools.partial(_on_host, self._mpi, options["op"])

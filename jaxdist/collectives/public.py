@@ -62,7 +62,7 @@ def allgather(x: Any, axis: int = 0, groups: Groups | None = None) -> Any:
     Returns:
       JAX arrays with the structure of `x`. `axis` is larger by the number of ranks.
 
-    Errors are those of `allreduce`.
+    Raises the same errors as `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -84,7 +84,7 @@ def reduce_scatter(x: Any, op: Op = "sum", axis: int = 0, groups: Groups | None 
     Returns:
       JAX arrays with the structure of `x`. `axis` is smaller by the number of ranks.
 
-    Errors are those of `allreduce`.
+    Raises the same errors as `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -106,7 +106,7 @@ def broadcast(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
     Returns:
       The root's `x` as JAX arrays.
 
-    Errors are those of `allreduce`.
+    Raises the same errors as `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -128,7 +128,7 @@ def reduce(x: Any, root: int = 0, op: Op = "sum", groups: Groups | None = None) 
     Returns:
       On the root, the result of `allreduce`. On other ranks, `x` as JAX arrays.
 
-    Errors are those of `allreduce`.
+    Raises the same errors as `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -150,7 +150,7 @@ def all_to_all(x: Any, split_axis: int = 0, concat_axis: int = 0, groups: Groups
     Returns:
       JAX arrays with the structure of `x`. `split_axis` is smaller and `concat_axis` larger by the number of ranks.
 
-    Errors are those of `allreduce`.
+    Raises the same errors as `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -171,7 +171,7 @@ def gather(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
     Returns:
       On the root, JAX arrays whose first axis is larger by the number of ranks. On other ranks, `x` as JAX arrays.
 
-    Errors are those of `allreduce`.
+    Raises the same errors as `allreduce`.
 
     Example:
       >>> import jaxdist
@@ -193,7 +193,7 @@ def scatter(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
     Returns:
       JAX arrays with the structure of `x`. The first axis is smaller by the number of ranks.
 
-    Errors are those of `allreduce`.
+    Raises the same errors as `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np

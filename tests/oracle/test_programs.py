@@ -98,10 +98,10 @@ def test_low_precision_sums_are_off_by_one_rounding_at_most() -> None:
 WAYS = [(2, 8), (3, 7), (4, 8), (8, 13), (8, 16)]
 DRAWN = [(names, "threefry2x32") for names in groups(draws.DRAWS, 9)]
 DRAWN += [(names, impl) for impl in ("rbg", "unsafe_rbg") for names in groups(draws.DRAWS if FULL else draws.KEYED, 99)]
-OF_SPEEDS = [pytest.param(*one, marks=[pytest.mark.slow] * (one[1] == "unsafe_rbg")) for one in DRAWN]
+DRAWN_CASES = [pytest.param(*one, marks=[pytest.mark.slow] * (one[1] == "unsafe_rbg")) for one in DRAWN]
 
 
-@pytest.mark.parametrize(("names", "impl"), OF_SPEEDS, ids=lambda x: x if isinstance(x, str) else x[0])
+@pytest.mark.parametrize(("names", "impl"), DRAWN_CASES, ids=lambda x: x if isinstance(x, str) else x[0])
 def test_random_numbers(names: tuple[str, ...], impl: str) -> None:
     """Bit for bit, of each implementation; what is computed with them may round in another order."""
     devices, rows = WAYS[DRAWN.index((names, impl)) % len(WAYS)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -96,6 +97,18 @@ def exits() -> None:
     w = train(2)
     if ODD:
         sys.exit(3)
+    train(1000, w)
+
+
+def exits_with_another_code() -> None:
+    """The exception is Python's own: it can be pickled, and changed."""
+    w = train(2)
+    if ODD:
+        try:
+            sys.exit(3)
+        except SystemExit as error:
+            error.code = 2 + pickle.loads(pickle.dumps(error)).code
+            raise
     train(1000, w)
 
 
