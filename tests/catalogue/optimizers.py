@@ -41,10 +41,6 @@ class Entry:
 
     make: Callable[[], Any]  # it
     extra: Callable[[Told], dict[str, Any]] = lambda _: {}  # the further arguments of its update
-    # the entry whose parameters must end elsewhere; None: it changes no parameters of its own accord
-    unlike: str | None = "identity"
-    # of the final parameters and state, whether it did its work, where `unlike` does not tell
-    fired: Callable[[Any, Any], Any] = lambda params, state: True
     poisoned: bool = False  # one gradient entry of the third batch is NaN, because of the last example
     wrap: Callable[[Any], Any] = lambda p: p  # what it trains, from the model's parameters
     trained: Callable[[Any], Any] = lambda p: p  # the part of it that gradients are taken of
@@ -205,29 +201,12 @@ def _matrices(params: Any) -> Any:
     return jax.tree.map(lambda p: p.ndim > 1, params)
 
 
-def _flat_matrices(params: Any) -> Any:
-    return jax.tree.map(lambda p: p.ndim == 2, params)
-
-
 def _labels(params: Any) -> Any:
     return jax.tree.map(lambda p: "matrix" if p.ndim > 1 else "vector", params)
 
 
 def _even(step: Any, **_: Any) -> Any:
     return step % 2 == 0
-
-
-def _found(state: Any, name: str) -> Any:
-    return optax.tree.get(state, name)
-
-
-def _moved(name: str, first: float) -> Callable[[Any, Any], Any]:
-    return lambda _, state: abs(float(_found(state, name)) / first - 1) > 1e-3
-
-
-def _bounded(params: Any, state: Any) -> bool:
-    """The step size is far below its largest value."""
-    return all(np.abs(p).max() < 1e3 for p in jax.tree.leaves(params))
 
 
 def _without_scalar(params: Any) -> Any:
@@ -260,89 +239,68 @@ ENTRIES: dict[str, Entry] = {
     "adadelta": Entry(_of(_opt.adadelta, 1.0, weight_decay=0.01)),
     "adafactor": Entry(
         _of(_opt.adafactor, 0.1, min_dim_size_to_factor=2, momentum=0.9, dtype_momentum=jnp.float64,
-            weight_decay_rate=0.01), unlike="adafactor, not factored",
-    ),
-    "adafactor, not factored": Entry(
-        _of(_opt.adafactor, 0.1, factored=False, momentum=0.9, dtype_momentum=jnp.float64, weight_decay_rate=0.01)
+            weight_decay_rate=0.01),
     ),
     "adagrad": Entry(_of(_opt.adagrad, 0.1)),
     "adam": Entry(_of(_opt.adam, 0.05)),
-    "adamax": Entry(_of(_opt.adamax, 0.05), unlike="adam"),
-    "adamaxw": Entry(_of(_opt.adamaxw, 0.05, weight_decay=0.1, mask=_matrices), unlike="adamax"),
-    "adamw": Entry(_of(_opt.adamw, 0.05, weight_decay=0.1), unlike="adam"),
+    "adamax": Entry(_of(_opt.adamax, 0.05)),
+    "adamaxw": Entry(_of(_opt.adamaxw, 0.05, weight_decay=0.1, mask=_matrices)),
+    "adamw": Entry(_of(_opt.adamw, 0.05, weight_decay=0.1)),
     "adan": Entry(_of(_opt.adan, 0.05, weight_decay=0.1)),
-    "amsgrad": Entry(_of(_opt.amsgrad, 0.05, b2=0.3), unlike="amsgrad, adam"),
-    "amsgrad, adam": Entry(_of(_opt.adam, 0.05, b2=0.3)),
+    "amsgrad": Entry(_of(_opt.amsgrad, 0.05, b2=0.3)),
     "fromage": Entry(_of(_opt.fromage, 0.1)),
-    "lamb": Entry(_of(_opt.lamb, 0.05, weight_decay=0.1), unlike="adamw"),
+    "lamb": Entry(_of(_opt.lamb, 0.05, weight_decay=0.1)),
     "lars": Entry(_of(_opt.lars, 0.5, weight_decay=0.1, trust_coefficient=0.1)),
     "lbfgs": Entry(_of(_opt.lbfgs, memory_size=3), line_search, wrap=_few),
-    "lion": Entry(_of(_opt.lion, 0.02, weight_decay=0.1), unlike="sign_sgd"),
-    "nadam": Entry(_of(_opt.nadam, 0.05), unlike="adam"),
-    "nadamw": Entry(_of(_opt.nadamw, 0.05, weight_decay=0.1), unlike="nadam"),
+    "lion": Entry(_of(_opt.lion, 0.02, weight_decay=0.1)),
+    "nadam": Entry(_of(_opt.nadam, 0.05)),
+    "nadamw": Entry(_of(_opt.nadamw, 0.05, weight_decay=0.1)),
     "noisy_sgd": Entry(_of(_opt.noisy_sgd, 0.1, key=3)),
     "novograd": Entry(_of(_opt.novograd, 0.05, weight_decay=0.1)),
-    "optimistic_adam": Entry(_of(_opt.optimistic_adam, 0.05, optimism=0.04), unlike="adam"),
-    "optimistic_adam_v2": Entry(_of(_opt.optimistic_adam_v2, 0.05, alpha=0.9, beta=0.7), unlike="adam"),
+    "optimistic_adam": Entry(_of(_opt.optimistic_adam, 0.05, optimism=0.04)),
+    "optimistic_adam_v2": Entry(_of(_opt.optimistic_adam_v2, 0.05, alpha=0.9, beta=0.7)),
     "optimistic_gradient_descent": Entry(_of(_opt.optimistic_gradient_descent, 0.1, alpha=0.9, beta=0.7)),
-    "polyak_sgd": Entry(_of(_opt.polyak_sgd, 1e6, scaling=0.7), _value, fired=_bounded),
-    "radam": Entry(_of(_opt.radam, 0.05, b2=0.9, threshold=4.2), unlike="adam"),
+    "polyak_sgd": Entry(_of(_opt.polyak_sgd, 1e6, scaling=0.7), _value),
+    "radam": Entry(_of(_opt.radam, 0.05, b2=0.9, threshold=4.2)),
     "rmsprop": Entry(_of(_opt.rmsprop, 0.02)),
-    "rmsprop, centered": Entry(_of(_opt.rmsprop, 0.02, centered=True, momentum=0.9, nesterov=True), unlike="rmsprop"),
+    "rmsprop, centered": Entry(_of(_opt.rmsprop, 0.02, centered=True, momentum=0.9, nesterov=True)),
     "rprop": Entry(_of(_opt.rprop, 0.02)),
     "sgd": Entry(_of(_opt.sgd, 0.1, momentum=0.9, nesterov=True)),
     "sign_sgd": Entry(_of(_opt.sign_sgd, 0.02)),
-    "signum": Entry(_of(_opt.signum, 0.02, beta=0.9), unlike="sign_sgd"),
+    "signum": Entry(_of(_opt.signum, 0.02, beta=0.9)),
     "sm3": Entry(_of(_opt.sm3, 0.1), wrap=_without_scalar),
-    "yogi": Entry(_of(_opt.yogi, 0.05), unlike="adam"),
+    "yogi": Entry(_of(_opt.yogi, 0.05)),
     # scalings
     "scale": Entry(_of(_opt.scale, -0.2)),
-    "scale_by_adadelta": Entry(_down(_opt.scale_by_adadelta)),
-    "scale_by_adam": Entry(_down(_opt.scale_by_adam, nesterov=True)),
-    "scale_by_adamax": Entry(_down(_opt.scale_by_adamax)),
-    "scale_by_adan": Entry(_down(_opt.scale_by_adan)),
-    "scale_by_amsgrad": Entry(_down(_opt.scale_by_amsgrad, b2=0.3)),
     "scale_by_backtracking_linesearch": Entry(
         lambda: _opt.chain(_opt.sgd(50.0), _opt.scale_by_backtracking_linesearch(20, slope_rtol=0.5, store_grad=True)),
-        line_search, fired=lambda _, state: float(_found(state, "learning_rate")) < 0.9,
+        line_search,
     ),
     "scale_by_belief": Entry(_down(_opt.scale_by_belief)),
     "scale_by_distance_over_gradients": Entry(
         _down(_opt.scale_by_distance_over_gradients, reps_rel=0.01, param_dtype=jnp.float64, rate=1.0),
         wrap=_without_scalar,  # it gives them a dimension
     ),
-    "scale_by_factored_rms": Entry(
-        _down(_opt.scale_by_factored_rms, min_dim_size_to_factor=2), unlike="scale_by_factored_rms, not factored"
-    ),
-    "scale_by_factored_rms, not factored": Entry(_down(_opt.scale_by_factored_rms, factored=False)),
-    "scale_by_lbfgs": Entry(_down(_opt.scale_by_lbfgs, 3)),
+    "scale_by_factored_rms": Entry(_down(_opt.scale_by_factored_rms, min_dim_size_to_factor=2)),
     "scale_by_learning_rate": Entry(_of(_opt.scale_by_learning_rate, _SCHEDULE)),
-    "scale_by_lion": Entry(_down(_opt.scale_by_lion, rate=0.02)),
-    "scale_by_lion, smooth": Entry(_down(_opt.scale_by_lion, mode="smooth", rate=0.02), unlike="scale_by_lion"),
-    "scale_by_novograd": Entry(_down(_opt.scale_by_novograd)),
+    "scale_by_lion, smooth": Entry(_down(_opt.scale_by_lion, mode="smooth", rate=0.02)),
     "scale_by_optimistic_gradient": Entry(_down(_opt.scale_by_optimistic_gradient)),
     "scale_by_param_block_norm": Entry(_down(_opt.scale_by_param_block_norm)),
     "scale_by_param_block_rms": Entry(_down(_opt.scale_by_param_block_rms)),
-    "scale_by_polyak": Entry(_down(_opt.scale_by_polyak, max_learning_rate=1e6, rate=0.7), _value, fired=_bounded),
-    "scale_by_radam": Entry(_down(_opt.scale_by_radam, b2=0.9, threshold=4.2)),
+    "scale_by_polyak": Entry(_down(_opt.scale_by_polyak, max_learning_rate=1e6, rate=0.7), _value),
     "scale_by_rms": Entry(_down(_opt.scale_by_rms, bias_correction=True)),
-    "scale_by_rprop": Entry(_of(_opt.scale_by_rprop, 0.02)),
     "scale_by_rss": Entry(_down(_opt.scale_by_rss)),
     "scale_by_schedule": Entry(_of(_opt.scale_by_schedule, lambda count: -0.1 / (1 + count))),
     "scale_by_sign": Entry(_down(_opt.scale_by_sign, rate=0.02)),
-    "scale_by_sm3": Entry(_down(_opt.scale_by_sm3), wrap=_without_scalar),
     "scale_by_stddev": Entry(_down(_opt.scale_by_stddev)),
     "scale_by_trust_ratio": Entry(_down(_opt.scale_by_trust_ratio)),
-    "scale_by_yogi": Entry(_down(_opt.scale_by_yogi)),
     "scale_by_zoom_linesearch": Entry(
         lambda: _opt.chain(_opt.sgd(0.01), _opt.scale_by_zoom_linesearch(15, initial_guess_strategy="one")),
-        line_search, fired=lambda _, state: abs(float(_found(state, "learning_rate")) - 1) > 0.1,
+        line_search,
     ),
     # what changes or observes updates
     "adaptive_grad_clip": Entry(_down(_opt.adaptive_grad_clip, 0.01)),
-    "adaptive_grad_clip, along an axis": Entry(
-        _down(_opt.adaptive_grad_clip, 0.01, axis=-1), unlike="adaptive_grad_clip", wrap=_without_scalar
-    ),
+    "adaptive_grad_clip, along an axis": Entry(_down(_opt.adaptive_grad_clip, 0.01, axis=-1), wrap=_without_scalar),
     "add_decayed_weights": Entry(_down(_opt.add_decayed_weights, 0.3, mask=_matrices)),
     "add_noise": Entry(_down(_opt.add_noise, 0.1, 0.55, key=5)),
     "centralize": Entry(_down(_opt.centralize)),
@@ -350,22 +308,19 @@ ENTRIES: dict[str, Entry] = {
     "clip_by_block_rms": Entry(_down(_opt.clip_by_block_rms, 0.01)),
     "clip_by_global_norm": Entry(_down(_opt.clip_by_global_norm, 0.1)),
     "ema": Entry(_down(_opt.ema, 0.5)),
-    "identity": Entry(_down(_opt.identity), unlike="scale"),
+    "identity": Entry(_down(_opt.identity)),
     "keep_params_nonnegative": Entry(
-        lambda: _opt.chain(_opt.sign_sgd(0.1), _opt.keep_params_nonnegative()), unlike="sign_sgd",
+        lambda: _opt.chain(_opt.sign_sgd(0.1), _opt.keep_params_nonnegative()),
         wrap=lambda p: jax.tree.map(jnp.abs, p),
-        fired=lambda params, _: any(np.any(np.asarray(p) == 0) for p in jax.tree.leaves(params)),
     ),
     "measure_with_ema": Entry(
         lambda: _opt.chain(_opt.monitor({"mean": _opt.measure_with_ema(_opt.tree.norm, 0.5)}), _opt.scale(-0.1)),
-        unlike=None, fired=lambda _, state: float(_found(state, "mean")) > 0.01,
     ),
     "monitor": Entry(
         lambda: _opt.chain(
             _opt.monitor({"norm": _opt.tree.norm, "large": lambda u: jax.tree.map(lambda x: (x > 0.01).any(), u)}),
             _opt.scale(-0.1),
         ),
-        unlike=None, fired=lambda _, state: _found(state, "large")["tall"] and float(_found(state, "norm")) > 0.01,
     ),
     "normalize_by_update_norm": Entry(_down(_opt.normalize_by_update_norm)),
     "set_to_zero": Entry(_of(_opt.set_to_zero)),
@@ -373,123 +328,86 @@ ENTRIES: dict[str, Entry] = {
         lambda: _opt.chain(
             _opt.snapshot("largest", lambda u: jax.tree.map(lambda x: abs(x).max(), u)), _opt.scale(-0.1)
         ),
-        unlike=None, fired=lambda _, state: 0.001 < float(_found(state, "largest")["tall"]) < 1,
     ),
     "stateless": Entry(lambda: _opt.stateless(lambda u, p: jax.tree.map(lambda g, w: -0.1 * (g + 0.3 * w), u, p))),
     "stateless_with_tree_map": Entry(lambda: _opt.stateless_with_tree_map(lambda g, w: -0.1 * jnp.sign(w) * abs(g))),
     "trace": Entry(_down(_opt.trace, 0.9, nesterov=True)),
     "zero_nans": Entry(_down(_opt.zero_nans), poisoned=True),
     # wrappers
-    "MultiSteps": Entry(
-        _of(_opt.MultiSteps, _opt.adam(0.05), 2, accumulator_dtype=jnp.float64),
-        unlike="adam", fired=lambda _, state: (int(state.gradient_step), int(state.mini_step)) == (2, 1),
-    ),
+    "MultiSteps": Entry(_of(_opt.MultiSteps, _opt.adam(0.05), 2, accumulator_dtype=jnp.float64)),
     "MultiSteps, of an update with further arguments": Entry(
         _of(_opt.MultiSteps, _opt.polyak_sgd(100.0, scaling=0.7), 2, accumulator_dtype=jnp.float64), _value,
-        unlike="polyak_sgd", fired=lambda _, state: int(state.gradient_step) == 2,
     ),
     "apply_every": Entry(_down(_opt.apply_every, 2)),
-    "apply_if_finite": Entry(
-        _of(_opt.apply_if_finite, _opt.adam(0.05), 3), unlike="adam", poisoned=True,
-        fired=lambda _, state: int(state.total_notfinite) == 1,
-    ),
-    "chain": Entry(_of(_opt.chain, _opt.clip_by_global_norm(0.1), _opt.adamw(0.05)), unlike="adamw"),
-    "conditionally_mask": Entry(_of(_opt.conditionally_mask, _opt.adam(0.05), _even), unlike="adam"),
-    "conditionally_transform": Entry(_of(_opt.conditionally_transform, _opt.adam(0.05), _even), unlike="adam"),
-    "flatten": Entry(
-        _of(_opt.flatten, _opt.chain(_opt.clip_by_block_rms(0.01), _opt.trace(0.9), _opt.scale(-1.0))),
-        unlike="clip_by_block_rms",
-    ),
-    "freeze": Entry(lambda: _opt.chain(_opt.adam(0.05), _opt.freeze(_matrices(parameters()))), unlike="adam"),
-    "inject_hyperparams": Entry(
-        lambda: _opt.inject_hyperparams(_opt.adamw)(learning_rate=_SCHEDULE, weight_decay=0.1), unlike="adamw"
-    ),
+    "apply_if_finite": Entry(_of(_opt.apply_if_finite, _opt.adam(0.05), 3), poisoned=True),
+    "chain": Entry(_of(_opt.chain, _opt.clip_by_global_norm(0.1), _opt.adamw(0.05))),
+    "conditionally_mask": Entry(_of(_opt.conditionally_mask, _opt.adam(0.05), _even)),
+    "conditionally_transform": Entry(_of(_opt.conditionally_transform, _opt.adam(0.05), _even)),
+    "flatten": Entry(_of(_opt.flatten, _opt.chain(_opt.clip_by_block_rms(0.01), _opt.trace(0.9), _opt.scale(-1.0)))),
+    "freeze": Entry(lambda: _opt.chain(_opt.adam(0.05), _opt.freeze(_matrices(parameters())))),
+    "inject_hyperparams": Entry(lambda: _opt.inject_hyperparams(_opt.adamw)(learning_rate=_SCHEDULE, weight_decay=0.1)),
     "inject_stateful_hyperparams": Entry(
         lambda: _opt.inject_stateful_hyperparams(_opt.adam)(learning_rate=_opt.WrappedSchedule(_SCHEDULE)),
-        unlike="adam",
     ),
     "lookahead": Entry(
         _of(_opt.lookahead, _opt.adam(0.05), 2, 0.5), wrap=_opt.LookaheadParams.init_synced,
-        trained=lambda p: p.fast, unlike=None,
-        fired=lambda params, _: not np.allclose(params.fast["tall"], params.slow["tall"], atol=1e-3),
+        trained=lambda p: p.fast,
     ),
-    "masked": Entry(_of(_opt.masked, _opt.adam(0.05), _matrices), unlike="adam"),
-    "multi_transform": Entry(
-        _of(_opt.multi_transform, {"matrix": _opt.lamb(0.05), "vector": _opt.sgd(0.1)}, _labels), unlike="adam"
-    ),
-    "named_chain": Entry(_of(_opt.named_chain, ("clip", _opt.clip(0.01)), ("adam", _opt.adamw(0.05))), unlike="adamw"),
-    "partition": Entry(
-        _of(_opt.partition, {"matrix": _opt.adamw(0.05), "vector": _opt.set_to_zero()}, _labels), unlike="adamw"
-    ),
+    "masked": Entry(_of(_opt.masked, _opt.adam(0.05), _matrices)),
+    "multi_transform": Entry(_of(_opt.multi_transform, {"matrix": _opt.lamb(0.05), "vector": _opt.sgd(0.1)}, _labels)),
+    "named_chain": Entry(_of(_opt.named_chain, ("clip", _opt.clip(0.01)), ("adam", _opt.adamw(0.05)))),
+    "partition": Entry(_of(_opt.partition, {"matrix": _opt.adamw(0.05), "vector": _opt.set_to_zero()}, _labels)),
     "selective_transform": Entry(
-        lambda: _opt.selective_transform(_opt.adam(0.05), freeze_mask=_matrices(parameters())), unlike="adam"
+        lambda: _opt.selective_transform(_opt.adam(0.05), freeze_mask=_matrices(parameters()))
     ),
     "skip_large_updates": Entry(
         _of(_opt.MultiSteps, _opt.adam(0.05), 2, accumulator_dtype=jnp.float64,
             should_skip_update_fn=functools.partial(_opt.skip_large_updates, max_squared_norm=1.2)),
-        unlike=None, fired=lambda _, state: 0 < 2 * int(state.gradient_step) + int(state.mini_step) < STEPS,
     ),
     "skip_not_finite": Entry(
         _of(_opt.MultiSteps, _opt.adam(0.05), 2, accumulator_dtype=jnp.float64,
-            should_skip_update_fn=_opt.skip_not_finite),
-        unlike=None, poisoned=True, fired=lambda _, state: (int(state.gradient_step), int(state.mini_step)) == (2, 0),
+            should_skip_update_fn=_opt.skip_not_finite), poisoned=True,
     ),
     "with_extra_args_support": Entry(lambda: _opt.with_extra_args_support(_opt.adam(0.05)), _value),
     # optax.contrib
     "acprop": Entry(_of(_con.acprop, 0.05, weight_decay=0.1)),
-    "ademamix": Entry(_of(_con.ademamix, 0.05, weight_decay=0.1), unlike="adamw"),
-    "adopt": Entry(_of(_con.adopt, 0.05), unlike="adam"),
+    "ademamix": Entry(_of(_con.ademamix, 0.05, weight_decay=0.1)),
+    "adopt": Entry(_of(_con.adopt, 0.05)),
     "cocob": Entry(_of(_con.cocob, weight_decay=0.01)),
-    "dadapt_adamw": Entry(_of(_con.dadapt_adamw, 1.0, estim_lr0=1e-3), fired=_moved("estim_lr", 1e-3)),
+    "dadapt_adamw": Entry(_of(_con.dadapt_adamw, 1.0, estim_lr0=1e-3)),
     "dog": Entry(_of(_con.dog, 1.0, init_step=("distance", 0.01))),
-    "dowg": Entry(_of(_con.dowg, 1.0, init_estim_sq_dist=1e-4), fired=_moved("estim_sq_dist", 1e-4)),
+    "dowg": Entry(_of(_con.dowg, 1.0, init_estim_sq_dist=1e-4)),
     "galore": Entry(
         _of(_con.galore, 0.05, rank=2, update_proj_gap=2, weight_decay=0.1,
-            weight_dimension_numbers=_galore_dimensions), unlike="adamw",
+            weight_dimension_numbers=_galore_dimensions),
     ),
     "hutchinson_estimator_diag_hessian": Entry(
         lambda: _opt.chain(_con.hutchinson_estimator_diag_hessian(jax.random.key(7)), _opt.scale(-0.1)), _objective
     ),
     "madgrad": Entry(_of(_con.madgrad, 0.05)),
     "mechanize": Entry(_of(_con.mechanize, _opt.adam(0.5), s_init=1e-3)),
-    "momo": Entry(_of(_con.momo, 1e6, adapt_lower_bound=True), _value, fired=_bounded),
-    "momo_adam": Entry(_of(_con.momo_adam, 1e6), _value, fired=_bounded),
-    "muon": Entry(
-        _of(_con.muon, 0.05, weight_decay=0.1, muon_weight_dimension_numbers=_muon_dimensions), unlike="adamw"
-    ),
+    "momo": Entry(_of(_con.momo, 1e6, adapt_lower_bound=True), _value),
+    "momo_adam": Entry(_of(_con.momo_adam, 1e6), _value),
+    "muon": Entry(_of(_con.muon, 0.05, weight_decay=0.1, muon_weight_dimension_numbers=_muon_dimensions)),
     "normalize": Entry(_down(_con.normalize)),
-    "prodigy": Entry(_of(_con.prodigy, 1.0, estim_lr0=1e-3), fired=_moved("estim_lr", 1e-3)),
+    "prodigy": Entry(_of(_con.prodigy, 1.0, estim_lr0=1e-3)),
     "reduce_on_plateau": Entry(
         lambda: _opt.chain(_opt.scale(-0.1), _con.reduce_on_plateau(0.5, patience=1, rtol=0.5)), _value,
-        fired=lambda _, state: float(_found(state, "scale")) < 1,
     ),
     "sam": Entry(_of(_con.sam, _opt.sgd(0.2), _opt.chain(_con.normalize(), _opt.sgd(0.3)), 2)),
     "sam, opaque": Entry(
         _of(_con.sam, _opt.sgd(0.2), _opt.chain(_con.normalize(), _opt.sgd(0.3)), 2, opaque_mode=True),
-        lambda told: {"grad_fn": lambda p, _: jax.grad(told.loss)(p)}, unlike="sam",
+        lambda told: {"grad_fn": lambda p, _: jax.grad(told.loss)(p)},
     ),
-    "scale_by_acprop": Entry(_down(_con.scale_by_acprop)),
-    "scale_by_ademamix": Entry(_down(_con.scale_by_ademamix)),
-    "scale_by_adopt": Entry(_down(_con.scale_by_adopt)),
-    "scale_by_cocob": Entry(_of(_con.scale_by_cocob)),
-    "scale_by_galore": Entry(_down(_con.scale_by_galore, rank=2, update_proj_gap=2)),
-    "scale_by_madgrad": Entry(_of(_con.scale_by_madgrad, 0.05)),
-    "scale_by_muon": Entry(
-        lambda: _opt.masked(
-            _opt.chain(_con.scale_by_muon(weight_dimension_numbers=_muon_dimensions), _opt.scale(-0.1)), _flat_matrices
-        )
-    ),
-    "scale_by_simplified_ademamix": Entry(_down(_con.scale_by_simplified_ademamix, rate=0.01)),
     "schedule_free": Entry(_of(_con.schedule_free, _opt.sgd(0.1), 0.1)),
-    "schedule_free_adamw": Entry(_of(_con.schedule_free_adamw, 0.05, weight_decay=0.1), unlike="adamw"),
+    "schedule_free_adamw": Entry(_of(_con.schedule_free_adamw, 0.05, weight_decay=0.1)),
     "schedule_free_sgd": Entry(_of(_con.schedule_free_sgd, 0.3, warmup_steps=2)),
     "simplified_ademamix": Entry(_of(_con.simplified_ademamix, 0.01, weight_decay=0.1)),
     "sophia": Entry(_of(_con.sophia, 0.05, update_interval=2, gamma=1.0), _objective),
     "split_real_and_imaginary": Entry(
-        _of(_con.split_real_and_imaginary, _opt.adam(0.05)), unlike=None,
+        _of(_con.split_real_and_imaginary, _opt.adam(0.05)),
         wrap=lambda p: jax.tree.map(lambda x: x + 0.5j * jnp.cos(x), p),
         model=lambda p: jax.tree.map(lambda z: z.real + z.imag**2, p),
-        fired=lambda params, _: abs(params["scalar"] - parameters()["scalar"]) > 0.01,
     ),
 }  # fmt: skip
 
@@ -503,21 +421,5 @@ OF_MATRICES = {"adafactor", "flatten", "galore", "hutchinson_estimator_diag_hess
 FAMILIES = ["adam", "lion", "lamb", "sgd", "novograd", "polyak_sgd", "chain", "apply_if_finite", "MultiSteps", "masked"]
 """One of each kind of work: entry by entry, norms, sums over all, branches, counters, labels."""
 
-# The rest of what is public, other than types and modules.
-NO_TRANSFORMATIONS = {
-    "apply_updates", "bias_correction", "constant_schedule", "convex_kl_divergence", "cosine_decay_schedule",
-    "cosine_distance", "cosine_onecycle_schedule", "cosine_similarity", "ctc_loss", "ctc_loss_with_forward_probs",
-    "exponential_decay", "generalized_kl_divergence", "global_norm", "hinge_loss", "huber_loss",
-    "incremental_update", "init_empty_state", "join_schedules", "kl_divergence", "l2_loss",
-    "linear_onecycle_schedule", "linear_schedule", "log_cosh", "matrix_inverse_pth_root", "microbatch",
-    "multi_normal", "nnls", "ntxent", "per_example_global_norm_clip", "per_example_layer_norm_clip",
-    "periodic_update", "piecewise_constant_schedule", "piecewise_interpolate_schedule", "polynomial_schedule",
-    "power_iteration", "safe_increment", "safe_int32_increment", "safe_norm", "safe_root_mean_squares",
-    "safe_softmax_cross_entropy", "scale_gradient", "sgdr_schedule", "sigmoid_binary_cross_entropy",
-    "sigmoid_focal_loss", "smooth_labels", "softmax_cross_entropy", "softmax_cross_entropy_with_integer_labels",
-    "squared_error", "tree_map_params", "update_infinity_moment", "update_moment", "update_moment_per_elem_norm",
-    "value_and_grad_from_state", "warmup_constant_schedule", "warmup_cosine_decay_schedule",
-    "warmup_exponential_decay_schedule", "schedule_free_eval_params",
-}  # fmt: skip
-# They take the gradient of each example: see tests/test_zero.py.
+# They take the gradient of each example: see oracle/test_zero.py.
 PER_EXAMPLE = {"differentially_private_aggregate", "dpsgd"}
