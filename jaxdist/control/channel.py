@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 _MAIL = "mail"
 _CHUNK = 1 << 24  # bytes of a broadcast that travel at a time
-_ANSWER_SECONDS = 10.0  # for the hub to say who is missing
+_LEAST_PATIENCE, _MOST_PATIENCE = 3.0, 10.0  # seconds; between them the timeout
 _REFUSED_SECONDS = 0.05  # for those who came to hear why there will be no job
 _HAND_OVER_SECONDS = 1.0  # for the last words of a process to be on their way
 
@@ -47,6 +47,8 @@ class Control:
         timeout: float = 300.0,
     ):
         self.rank, self.size = rank, size
+        # For a thread of another rank to answer: Python's lock may be held, the host may be swapping.
+        self.patience = min(_MOST_PATIENCE, max(_LEAST_PATIENCE, timeout))
         self.process = Process(rank)
         self.left: dict[int, int] = {}  # who has said goodbye, and its position
         self.waiting: dict[int, Entry] = {}  # who waits in an exchange to which this rank has not come
@@ -134,7 +136,7 @@ class Control:
                 self.say(f"exchange {tag!r} has waited for {turns * (timeout or 0):g} s: others are busy in a step")
         self._send(("timeout", self._number, timeout, known and f" {known}."))
         with contextlib.suppress(queue.Empty):
-            return self._next(_ANSWER_SECONDS)
+            return self._next(self.patience)
         raise ControlError(
             f"rank {self.rank}: exchange {tag!r} timed out after {timeout:g} s and {self.who(0)} does not answer"
         )

@@ -16,7 +16,6 @@ from jaxdist.control.stacks import main_thread_line
 
 _ASK, _TELL = "where are you", "I am here"
 _SILENT = "does not answer: stopped, swapping, or in native code that holds Python's lock"
-_ANSWER_SECONDS = 10.0  # for a thread of a rank to answer: Python's lock may be held, the host may be swapping
 _SMALL = 1 << 16  # elements of an output that may be kept a little longer than the user does
 
 
@@ -95,7 +94,7 @@ class Watchdog:
     def whereabouts(self, ranks: Collection[int], position: int = 0) -> str | None:
         """Where ranks are that do not come, to a call of the ledger if one is given; asks them."""
         reports = self._ask(ranks)
-        if ranks and 0 in ranks and 0 not in reports:
+        if self._control.rank > 0 and 0 not in reports and not reports.keys() >= set(ranks):
             ranks = [0]  # the others' answers would come through it
         absent = []
         for rank in ranks:
@@ -153,7 +152,7 @@ class Watchdog:
                 self._reports = {}
             self._control.post(_ASK, self._number)
             with self._news:
-                self._news.wait_for(lambda: self._reports.keys() >= set(ranks), _ANSWER_SECONDS)
+                self._news.wait_for(lambda: self._reports.keys() >= set(ranks), self._control.patience)
                 return dict(self._reports)
 
     def _note(self, rank: int, answer: tuple[int, _Report]) -> None:

@@ -221,7 +221,7 @@ def init(
       (0, 1)
     """
     global _context, _requested
-    requested = (connector, communicator, rank, size, lanes)
+    requested = (connector, communicator, timeout, rank, size, lanes)
     with _lock:
         if _context is not None:
             _check_same(_context, _requested, requested)
@@ -297,8 +297,8 @@ def _timeout(given: float | None) -> float:
 
 
 def _check_same(context: Context, before: tuple[Any, ...], now: tuple[Any, ...]) -> None:
-    used = (context.connector.name, context.communicator, context.rank, context.size, context.num_devices)
-    names = ("connector", "communicator", "rank", "size", "lanes")
+    names = ("connector", "communicator", "timeout", "rank", "size", "lanes")
+    used = (context.connector.name, *(getattr(context, name) for name in names[1:-1]), context.num_devices)
     for name, actual, old, new in zip(names, used, before, now, strict=True):
         if new not in (None, "auto", old, actual):  # the last spells out what auto found
             raise RuntimeError(

@@ -88,6 +88,7 @@ def alone() -> None:
     assert (ctx.communicator, ctx.mesh.axis_types) == ("xla", (jax.sharding.AxisType.Auto,))
     refused(RuntimeError, "communicator", "mpi", communicator="mpi")
     refused(RuntimeError, "connector", "mpi", connector="mpi")
+    refused(RuntimeError, "timeout", "77", timeout=77)
     ctx.barrier()
     assert ctx.broadcast("x") == "x"
     with raises(ValueError, "root=1"):
