@@ -187,17 +187,15 @@ def test_gpt_in_16_bits(gpt_alone: list[float], tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 def test_on_two_ranks(gpt_alone: list[float], tmp_path: Path) -> None:
-    """Steps at level 2, then scripts, in one job."""
+    """Steps at level 2, then a script, in one job."""
     names = NAMES if EVERYTHING else ["ppo"]
     wanted = {name: jax.device_get(jax.tree.leaves(gallery.on_one_device(name))) for name in names}
     (tmp_path / "expected.pickle").write_bytes(pickle.dumps(wanted))
     run = tmp_path / "mesh"
-    scripts = [shlex.join(["gpt", *GPT, f"--run={run}", "--mesh=sequence=2"]), "experts --epochs=1 --model=2"]
-    words = ["2", str(tmp_path / "expected.pickle"), *names, *scripts]
+    script = shlex.join(["gpt", *GPT, f"--run={run}", "--mesh=sequence=2"])
+    words = ["2", str(tmp_path / "expected.pickle"), *names, script]
     two = jobs.mpirun(2, [gallery.__file__, *words], timeout=500)
     assert two.returncode == 0, two.output
     assert sorted(re.findall(r"SAME (\w+)", two.stdout)) == sorted([*names, *names])
-    finals = re.findall(r"final .* devices=2.*\n", two.stdout)
-    assert len(finals) == 2, two.output  # the root's
-    np.testing.assert_allclose(trained(run, finals[0]), gpt_alone, rtol=0, atol=2e-3)
-    np.testing.assert_allclose(loss_in(two.stderr), first_epoch_alone("experts"), rtol=1e-4)
+    (final,) = re.findall(r"final .* devices=2.*\n", two.stdout)  # the root's
+    np.testing.assert_allclose(trained(run, final), gpt_alone, rtol=0, atol=2e-3)

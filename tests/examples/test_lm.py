@@ -1,25 +1,20 @@
-"""`examples/lm.py`: the losses of one device, on ranks that are killed and others that go on, and on a mesh."""
+"""`examples/lm.py`: the losses of one device, on meshes, in 16 bits, and of a run that goes on elsewhere."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
+import gallery
 import numpy as np
 import pytest
-from harness import jobs, quick
 
 pytestmark = pytest.mark.slow  # together
 
-ROOT = Path(__file__).parents[2]
-SCRIPT, DIES = str(ROOT / "examples" / "lm.py"), str(ROOT / "tests" / "harness" / "dies.py")
 SIZES = {"steps": 8, "every": 2, "context": 32, "layers": 2, "width": 32, "batch-size": 8, "sample": 3}
 SMALL = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
-RUN = [sys.executable, "-m", "jaxdist", "run", "--launcher", "env", "-n"]
 
 
 @pytest.fixture(scope="module")
@@ -31,52 +26,37 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(path) for path in paths]
 
 
-def train(command: list[str], folder: Path, corpus: list[str], *options: str, fails: bool = False) -> str:
-    env = jobs.environment({"XLA_FLAGS": quick.XLA_FLAGS, "JAX_ENABLE_X64": None})
-    args = [*command, *SMALL, *options, "--run", str(folder), "--text", *corpus]
-    done = subprocess.run(args, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert (done.returncode != 0) == fails, done.stdout + done.stderr
-    return done.stdout
+def train(run: Path, corpus: list[str], *options: str) -> tuple[list[float], str]:
+    """Losses of all steps and on what is held out, and the last line."""
+    said, _ = gallery.script("lm", *SMALL, *options, "--run", run, "--text", *corpus)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == SIZES["steps"]
+    return losses + [line["held_out"] for line in lines if "held_out" in line], said.splitlines()[-1]
 
 
-def curve(folder: Path) -> list[tuple[float, float | None]]:
-    """Losses of all steps, and on what is held out."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    of_steps = [line for line in lines if "loss" in line]
-    assert [line["step"] for line in of_steps] == list(range(len(of_steps)))
-    return [(line["loss"], line.get("held_out")) for line in of_steps]
-
-
-def same(found: Path, expected: Path, rtol: float) -> None:
-    a, b = (np.array(list(itertools.chain(*curve(folder))), float) for folder in (found, expected))
-    assert len(b) == 16
-    np.testing.assert_allclose(a, b, rtol=rtol)
-
-
-def test_killed_on_two_ranks_and_resumed_on_one(corpus: list[str], tmp_path: Path) -> None:
-    alone = train([sys.executable, SCRIPT], tmp_path / "alone", corpus, "--single")
-    ranks = tmp_path / "ranks"
-    train([*RUN, "2", DIES, "4", SCRIPT], ranks, corpus, "--level", "3", fails=True)
-    assert 2 <= len(curve(ranks)) <= 4
-    resumed = train([*RUN, "1", SCRIPT], ranks, corpus, "--level", "2")
-    same(ranks, tmp_path / "alone", 1e-4)
-    final = re.compile(r"final held_out=(\S+) nats/byte steps=8 devices=(\d)\n$")
-    (one, first), (two, second) = (final.search(said).groups() for said in (alone, resumed))  # type: ignore[union-attr]
-    assert first == second == "1"
+def test_a_run_that_goes_on_elsewhere(corpus: list[str], tmp_path: Path) -> None:
+    alone, first = train(tmp_path / "alone", corpus, "--single")
+    run = tmp_path / "run"
+    train(run, corpus, "--level", "3")
+    shutil.rmtree(run / "checkpoints" / "8")  # as if it had been killed before
+    resumed, second = train(run, corpus, "--level", "2", "--mesh", "data=4,model=2")
+    np.testing.assert_allclose(resumed, alone, rtol=1e-4)
+    final = re.compile(r"final held_out=(\S+) nats/byte steps=8 devices=8")
+    (one,), (two,) = (final.fullmatch(said).groups() for said in (first, second))  # type: ignore[union-attr]
     assert float(one) == pytest.approx(float(two), rel=1e-2)
-    tensors = pytest.importorskip("safetensors.numpy").load_file(ranks / "model.safetensors")
+    tensors = pytest.importorskip("safetensors.numpy").load_file(run / "model.safetensors")
     assert tensors["blocks.0.qkv.kernel"].shape == (32, 96)
     assert len(tensors) == 2 + 1 + 2 * 6
 
 
-def test_on_a_mesh_in_bf16(corpus: list[str], tmp_path: Path) -> None:
-    train([sys.executable, SCRIPT], tmp_path / "alone", corpus, "--single", "--bf16")
-    train([*RUN, "2", SCRIPT], tmp_path / "mesh", corpus, "--bf16", "--mesh", "data=1,model=2")
-    same(tmp_path / "mesh", tmp_path / "alone", 2e-2)
-    assert "two files or more" in _refused([sys.executable, SCRIPT, "--text", corpus[0]], tmp_path)
+def test_in_16_bits(corpus: list[str], tmp_path: Path) -> None:
+    alone, _ = train(tmp_path / "alone", corpus, "--single", "--bf16")
+    on_a_mesh, _ = train(tmp_path / "mesh", corpus, "--bf16", "--mesh", "data=1,model=2,sequence=4")
+    np.testing.assert_allclose(on_a_mesh, alone, rtol=2e-2)
 
 
-def _refused(command: list[str], folder: Path) -> str:
-    done = subprocess.run(command, env=jobs.environment(), cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    return done.stderr
+def test_a_corpus_of_one_file(corpus: list[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        gallery.script("lm", "--text", corpus[0])
+    assert "two files or more" in str(refused.value)
