@@ -150,7 +150,7 @@ class Job:
     def _end_others(self, ended: Ended) -> None:
         for process in self._running.values():
             signal_group(process, signal.SIGTERM)
-        if len(self._commands) > 1:
+        if len(self._commands) > 1 or (ended.code in _CRASHES and not self._causes):  # mpirun itself is killed
             rest = f"; ending the other {len(self._running)}" if self._running else ""
             say(f"{ended.failed} failed with exit code {ended.code}{rest}")
 

@@ -138,7 +138,8 @@ def test_a_reader_that_has_gone_ends_the_job() -> None:
 def test_open_mpi_keeps_its_files_in_a_directory_of_the_job(jaxdist: Jaxdist, tmp_path: Path) -> None:
     """Or a killed job leaves /tmp/ompi.PID, and the next mpirun of that number can't start."""
     done = jaxdist("run", "-n", 1, "--launcher", "mpirun", RANK, "kills mpirun")
-    assert done.returncode != 0
+    assert done.returncode == 137
+    assert "mpirun failed with exit code 137" in done.stderr
     folder, existed = json.loads((tmp_path / "seen.json").read_text())
     if folder is None:
         pytest.skip("mpirun IS NOT OPEN MPI 5: where it keeps its files is not tested")
