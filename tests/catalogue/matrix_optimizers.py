@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-from catalogue import optimizers
-from harness.check import mesh
+from harness.check import gap, mesh
 
 import jaxdist
 
@@ -188,4 +187,4 @@ def difference(
     sharded, params = jaxdist.zero(tx, level, **asked), parameters(*shapes)
     want = trained(jax.jit(step_of(tx, loss)), params, tx.init(params))
     step = jaxdist.data_parallel(step_of(sharded, loss), mesh=mesh(devices))
-    return optimizers.gap(want, trained(step, params, sharded.init(params)))
+    return gap(want, trained(step, params, sharded.init(params)))

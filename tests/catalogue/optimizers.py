@@ -157,22 +157,6 @@ def run_sharded(
     return state
 
 
-def gap(expected: Any, got: Any) -> float:
-    """The largest difference, relative to 1 + the largest value of the leaf."""
-    worst = 0.0
-    for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(jaxdist.unshard(got)), strict=True):
-        x, y = _host(x), _host(y)
-        assert x.shape == y.shape, (x.shape, y.shape)
-        assert np.isfinite(x).all()
-        worst = max(worst, float((np.abs(x - y) / (1 + np.abs(x).max(initial=0))).max(initial=0)))
-    return worst
-
-
-def _host(x: Any) -> np.ndarray:
-    x = np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
-    return x if np.iscomplexobj(x) else x.astype(np.float64)
-
-
 # --- the catalog
 
 

@@ -74,6 +74,29 @@ def compare(got: Any, want: Any, tolerance: float = 1e-10) -> None:
         assert np.abs(x[finite] - y[finite]).max(initial=0) <= tolerance * scale, (name, x, y)
 
 
+def on_host(tree: Any) -> list[np.ndarray]:
+    """The leaves; of random keys their data."""
+    found = []
+    for x in jax.tree.leaves(jaxdist.unshard(tree)):
+        x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        found.append(np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x))
+    return found
+
+
+def gap(want: Any, got: Any, narrow: float = 1) -> float:
+    """The largest difference of finite results, relative to 1 + the largest value of the leaf; so much more is allowed
+    in single precision."""
+    worst = 0.0
+    for x, y in zip(on_host(want), on_host(got), strict=True):
+        assert x.shape == y.shape, (x.shape, y.shape)
+        scale = narrow if x.dtype in ("float32", "complex64") else 1
+        x, y = (one.astype(np.complex128 if np.iscomplexobj(one) else np.float64) for one in (x, y))
+        assert np.isfinite(x).all()
+        assert np.isfinite(y).all()
+        worst = max(worst, float(np.abs(x - y).max(initial=0) / (1 + np.abs(x).max(initial=0)) / scale))
+    return worst
+
+
 def close(got: Any, want: Any, tolerance: float = 1e-10) -> None:
     """The same values, leaf by leaf, whatever they are held in and of whatever type."""
     got, want = jaxdist.unshard(got), jaxdist.unshard(want)

@@ -11,9 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ import optax
 from catalogue import idioms
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax import lax
+from harness.check import on_host
 
 import jaxdist
 
@@ -42,12 +41,11 @@ class Case:
     # the step to compare with, if it is not `step` itself (a step that names the mesh axis)
     plain: Callable[..., Any] | None = None
     tolerance: float = 1e-10  # of the largest difference, relative to 1 + the largest value
-    jit: Callable[..., Any] = jax.jit  # for the plain run
 
 
 def run_plain(case: Case, steps: int = STEPS, rows: int = BATCH) -> Any:
     """Final state and the aux of each step, on one device, with the first `rows` of each batch."""
-    step = case.jit(case.plain or case.step)
+    step = jax.jit(case.plain or case.step)
     return _run(lambda state, i: step(*state, jax.tree.map(lambda x: x[:rows], case.batch(i))), case.state, steps)
 
 
@@ -95,7 +93,7 @@ def _zero(tx: Any) -> Any:
 @functools.cache
 def expected(name: str, rows: int = BATCH) -> list[Any]:
     """The leaves of what one device computes, as host arrays; computed once."""
-    return leaves(run_plain(case(name), rows=rows))
+    return on_host(run_plain(case(name), rows=rows))
 
 
 def layouts(state: Any, seed: str, parts: int) -> dict[str, int | None]:
@@ -111,42 +109,6 @@ def layouts(state: Any, seed: str, parts: int) -> dict[str, int | None]:
         dims = [d for d in range(min(map(len, of_name))) if all(shape[d] >= parts for shape in of_name)]
         found[f"{re.escape(name)}$"] = rng.choice([None, *dims])
     return found
-
-
-def leaves(result: Any) -> list[Any]:
-    """Of a run, as host arrays."""
-    return [_host(x) if hasattr(x, "dtype") else "constant" for x in jax.tree.leaves(result)]
-
-
-def difference(a: Any, b: Any, narrow: float = 1) -> float:
-    """The largest difference of two results, relative to 1 + the largest value of the leaf."""
-    leaves_a, leaves_b = jax.tree.leaves(a), jax.tree.leaves(b)
-    assert len(leaves_a) == len(leaves_b)
-    worst = 0.0
-    for x, y in zip(leaves_a, leaves_b, strict=True):
-        if not hasattr(x, "dtype"):  # a function in a module
-            assert not hasattr(y, "dtype")
-            continue
-        x, y = _host(x), _host(y)
-        assert x.shape == y.shape, (x.shape, y.shape)
-        if x.size:
-            wide = np.complex128 if np.iscomplexobj(x) else np.float64
-            scale = narrow if x.dtype in ("float32", "complex64") else 1
-            x, y = x.astype(wide), y.astype(wide)
-            assert np.isfinite(x).all()
-            assert np.isfinite(y).all()
-            worst = max(worst, float(np.abs(x - y).max() / (1 + np.abs(x).max()) / scale))
-    return worst
-
-
-def _host(x: Any) -> np.ndarray:
-    if isinstance(x, jax.Array):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x = jax.random.key_data(x)
-        if not x.is_fully_addressable:
-            assert x.is_fully_replicated
-        x = x.addressable_data(0)
-    return np.asarray(x)
 
 
 # --- models
@@ -274,43 +236,6 @@ def sync_batch_norm() -> Case:
     return Case("BatchNorm over the axis", step_of(Net("data")), state, _vectors, plain=step_of(Net(None)))
 
 
-def averaged_loss() -> Case:
-    """As code for `jax.pmap` has it: the axis is there, and of size one."""
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        return lax.pmean(_mlp_loss(p, batch), "data")
-
-    tx = _zero(optax.sgd(0.1))
-    plain = _params_step(_mlp_loss, tx)
-    return _params_case("loss averaged by the user", loss_fn, _mlp_params(), tx, plain=plain)
-
-
-def summed_loss() -> Case:
-    loss_fn = lambda p, b: _mlp_loss(p, b) * b["x"].shape[0]  # of the whole batch
-    tx = _zero(optax.sgd(0.01))
-    return _params_case("a loss that is a sum", loss_fn, _mlp_params(), tx)
-
-
-def running_loss() -> Case:
-    """A moving average of the loss in the state, beside a Python number, a key and a counter."""
-
-    class State(NamedTuple):
-        params: Any
-        average: Any
-        decay: Any
-        key: Any
-        count: Any
-
-    def step(state: State, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(_mlp_loss)(state.params, batch)
-        params = jax.tree.map(lambda w, g: w - 0.1 * g, state.params, grads)
-        average = state.decay * state.average + (1 - state.decay) * loss
-        return State(params, average, state.decay, jax.random.split(state.key)[0], state.count + 1), {"loss": loss}
-
-    state = State(_mlp_params(), jnp.zeros(()), 0.9, jax.random.key(3), 0)
-    return Case("running average, key, counter and number in the state", step, (state,), _vectors)
-
-
 def with_nnx() -> Case:
     class Net(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
@@ -325,24 +250,6 @@ def with_nnx() -> Case:
     tx = _zero(optax.adamw(1e-2))
     loss_fn = lambda p, b: _xent(nnx.merge(graph, p)(b["x"]), b["y"])
     return _params_case("flax nnx, split and merge", loss_fn, params, tx)
-
-
-def with_equinox() -> Case:
-    """A module whose leaves are arrays and functions."""
-    model = eqx.nn.MLP(7, 5, 9, 2, dtype=jnp.float64, key=jax.random.key(1))
-    tx = _zero(optax.adam(1e-2))
-
-    def step(model: Any, opt_state: Any, batch: Any) -> Any:
-        @eqx.filter_value_and_grad
-        def loss_fn(model: Any) -> Any:
-            return _xent(jax.vmap(model)(batch["x"]), batch["y"])
-
-        loss, grads = loss_fn(model)
-        updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_array))
-        return eqx.apply_updates(model, updates), opt_state, {"loss": loss}
-
-    state = model, tx.init(eqx.filter(model, eqx.is_array))
-    return Case("equinox module", step, state, _vectors, jit=eqx.filter_jit)
 
 
 def clip_adamw() -> Case:
@@ -386,10 +293,8 @@ def few_examples() -> Case:
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    "clip_adamw": clip_adamw, "odd_parameters": odd_parameters,
-    "low_precision": low_precision, "microbatches": microbatches, "sync_batch_norm": sync_batch_norm,
-    "averaged_loss": averaged_loss, "summed_loss": summed_loss, "running_loss": running_loss, "nnx": with_nnx,
-    "equinox": with_equinox, "few_examples": few_examples,
+    "clip_adamw": clip_adamw, "odd_parameters": odd_parameters, "low_precision": low_precision,
+    "microbatches": microbatches, "sync_batch_norm": sync_batch_norm, "nnx": with_nnx, "few_examples": few_examples,
 }  # fmt: skip
 
 IN_SHARDS = {"clip_adamw": 1, "odd_parameters": 3, "microbatches": 2, "few_examples": 3}

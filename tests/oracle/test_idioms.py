@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from catalogue import idioms
 from harness import oracle, quick
-from harness.check import mesh
+from harness.check import gap, mesh
 
 import jaxdist
 
@@ -68,7 +68,7 @@ def test_idioms(name: str, seed: int, way: Any, monkeypatch: pytest.MonkeyPatch)
         given["layouts"] = oracle.layouts(case.state, f"{name}{seed}", sizes["model"])
     got = oracle.run_decorated(case, steps=steps, rows=rows, with_=run, **given)
     want = oracle.run_plain(oracle.idiom(name, rows), steps, rows)
-    assert oracle.difference(want, got, narrow=1e4) <= case.tolerance  # float32: metrics
+    assert gap(want, got, narrow=1e4) <= case.tolerance  # float32: metrics
 
 
 SIZES = [
@@ -93,7 +93,7 @@ def test_cases(name: str, size: tuple[int, int], level: int) -> None:
     with quick.compilation(not FULL and list(oracle.CASES).index(name) % 5 > 0):
         case = oracle.case(name, level)
         got = oracle.run_decorated(case, rows=rows, mesh=mesh(devices))
-        assert oracle.difference(oracle.expected(name, rows), got) <= case.tolerance
+        assert gap(oracle.expected(name, rows), got) <= case.tolerance
 
 
 def test_all_pairs_of_a_mesh_and_a_level_occur() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from catalogue import matrix_optimizers, optimizers
-from harness.check import check_steps, close, decorated, mesh, train_step
+from harness.check import check_steps, close, decorated, gap, mesh, train_step
 from harness.errors import raises
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -136,9 +136,9 @@ def test_arrays_of_your_own_in_the_host() -> None:
 @pytest.mark.slow
 def test_optimizers() -> None:
     """Moments of some parameters only; rows and columns; those of several steps; sums of gradients; matrices."""
-    names = ["adafactor", "muon", "scale_by_lbfgs", "MultiSteps"]
+    names = ["adafactor", "muon", "lbfgs", "MultiSteps"]
     got = optimizers.run_sharded(names, [2] * 4, within=2, offload=True, mesh=mesh(4))
-    assert optimizers.gap(optimizers.run_plain(names), got) < 1e-10
+    assert gap(optimizers.run_plain(names), got) < 1e-10
     assert HOST in kinds(got)
     shapes = ((6, 10), (10, 12), (12, 8))
     assert matrix_optimizers.difference(matrix_optimizers.shampoo(), shapes, split="owners", offload=True) < 1e-10

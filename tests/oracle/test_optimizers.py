@@ -21,7 +21,7 @@ import pytest
 from catalogue import matrix_optimizers as matrices
 from catalogue import optimizers
 from catalogue.optimizers import ENTRIES, FEW, SHAPES
-from harness.check import mesh
+from harness.check import gap, mesh
 
 import jaxdist
 
@@ -54,7 +54,7 @@ def test_as_on_one_device(group: int, devices: int, level: int) -> None:
     state = optimizers.start_in_shards(names, level, shapes, mesh=mesh(devices))
     got = optimizers.run_sharded(names, [level] * len(names), shapes=shapes, state=state, mesh=mesh(devices))
     jaxdist.check_sync(got)
-    gaps = {name: optimizers.gap(expected(group)[name], got[2 * i : 2 * i + 2]) for i, name in enumerate(names)}
+    gaps = {name: gap(expected(group)[name], got[2 * i : 2 * i + 2]) for i, name in enumerate(names)}
     assert {name: gap for name, gap in gaps.items() if gap > 1e-10} == {}
 
 
@@ -65,7 +65,7 @@ def test_as_on_one_device(group: int, devices: int, level: int) -> None:
 ])  # fmt: skip
 def test_within_groups(names: list[str], levels: list[int], settings: Any) -> None:
     got = optimizers.run_sharded(names, levels, **settings | {"mesh": mesh(settings["mesh"])})
-    assert optimizers.gap(optimizers.run_plain(names), got) < 1e-10
+    assert gap(optimizers.run_plain(names), got) < 1e-10
 
 
 def test_every_transformation_of_optax_has_an_entry() -> None:

@@ -17,6 +17,7 @@ import optax
 import pytest
 from catalogue import optimizers
 from harness import oracle
+from harness.check import gap
 from jax.sharding import Mesh
 
 import jaxdist
@@ -38,7 +39,7 @@ def cases(path: str, names: list[str]) -> dict[str, float]:
     for name in names:
         case = oracle.case(name, oracle.IN_SHARDS.get(name, 0))
         got = oracle.run_decorated(case, R, N)
-        found[name] = 1e-10 * oracle.difference(expected(path)[name], got) / case.tolerance
+        found[name] = 1e-10 * gap(expected(path)[name], got) / case.tolerance
     return found
 
 
@@ -49,7 +50,7 @@ def idioms(path: str, words: list[str], mesh: dict[str, int] | None = None) -> d
     for word in words:
         name, _, level = word.partition(":")
         got = oracle.run_decorated(oracle.idiom(name, ROWS, int(level)), part, parts, STEPS, ROWS, **over)
-        found[word] = oracle.difference(expected(path)[name], got)
+        found[word] = gap(expected(path)[name], got)
     return found
 
 
@@ -58,10 +59,10 @@ def optimizers_in_shards(path: str, names: list[str], shift: int, within: int | 
     levels = [1 + (shift + i) % 3 for i in range(len(names))]
     got = optimizers.run_sharded(names, levels, R, N, within=within, split="owners")
     want = expected(path)["optimizers"]
-    found = {name: optimizers.gap(want[name], got[2 * i : 2 * i + 2]) for i, name in enumerate(names)}
+    found = {name: gap(want[name], got[2 * i : 2 * i + 2]) for i, name in enumerate(names)}
     if within:  # few examples beside large weights: values of the batch travel within groups and across
         got = oracle.run_decorated(oracle.case("few_examples", 3, within), R, N)
-        found["few_examples"] = oracle.difference(expected(path)["few_examples"], got)
+        found["few_examples"] = gap(expected(path)["few_examples"], got)
     return found
 
 
@@ -91,17 +92,17 @@ def around(folder: str, sizes: dict[str, int]) -> dict[str, float]:
     for k, batch in enumerate(jaxdist.loader(X, 8 // parts, shuffle=False, tail="keep", mesh=sizes)):
         *want, _, one = plain(*want, X[8 * k : 8 * k + 8])  # type: ignore[assignment]
         *got, _, per_example = decorated(*got, batch)  # type: ignore[assignment]
-        gaps.append(oracle.difference(one, jaxdist.unshard(per_example)))
-    gaps.append(oracle.difference(want, jaxdist.unshard(tuple(got))))
+        gaps.append(gap(one, jaxdist.unshard(per_example)))
+    gaps.append(gap(want, jaxdist.unshard(tuple(got))))
     jaxdist.check_sync(got)
     path = Path(folder, *map(str, sizes.items()))
     jaxdist.save(path, tuple(got), 1)
     flat = params, tx.init(params)
-    gaps += [oracle.difference(want, jaxdist.unshard(jaxdist.restore(path, like))) for like in (flat, tuple(got))]
+    gaps += [gap(want, jaxdist.unshard(jaxdist.restore(path, like))) for like in (flat, tuple(got))]
     # Each example once, though several ranks have it.
     same = jaxdist.parallel(lambda batch: batch, mesh=sizes, batch_argnums=0)
     batches = jaxdist.loader(X, 8 // parts, shuffle=False, tail="keep", mesh=sizes)
-    gaps.append(oracle.difference(X, np.concatenate([jaxdist.data.gather_for_metrics(same(x)) for x in batches])))
+    gaps.append(gap(X, np.concatenate([jaxdist.data.gather_for_metrics(same(x)) for x in batches])))
     return {"gap": max(gaps)}
 
 
@@ -111,8 +112,8 @@ def between_axes(path: str, names: list[str]) -> dict[str, float]:
     run = functools.partial(
         oracle.run_decorated, oracle.case(names[0]), part, parts, mesh=mesh, with_=jaxdist.parallel, donate=False
     )
-    assert 1e-6 < oracle.difference(want, run(compress="bf16")) < 0.1
-    return {"exact": oracle.difference(want, run())}
+    assert 1e-6 < gap(want, run(compress="bf16")) < 0.1
+    return {"exact": gap(want, run())}
 
 
 def offloaded(folder: str) -> dict[str, float]:
@@ -135,7 +136,7 @@ def offloaded(folder: str) -> dict[str, float]:
             jaxdist.check_sync(state)
             jaxdist.save(folder, state, step=i, wait=False)
             state = jaxdist.restore(folder, state)
-    return {"gap": oracle.difference(want, jaxdist.unshard(tuple(state)))}
+    return {"gap": gap(want, jaxdist.unshard(tuple(state)))}
 
 
 # --- meshes of several axes
@@ -156,7 +157,7 @@ def chosen() -> dict[str, float]:
         x, ((part,), parts) = rng.normal(size=(rows, width)), ctx.parts()
         decorated = jaxdist.parallel(mlp, mesh="auto")
         got, value = decorated(w, np.split(x, parts)[part])
-        gaps[str(width)] = oracle.difference(jax.jit(mlp)(w, x), (jaxdist.unshard(got), value))
+        gaps[str(width)] = gap(jax.jit(mlp)(w, x), (jaxdist.unshard(got), value))
     return gaps
 
 
@@ -171,10 +172,10 @@ def places() -> dict[str, float]:
         layouts = {"up": 1, "down": 0}
         step = jaxdist.parallel(lambda w, x: mlp(w, x), mesh=sizes, layouts=layouts)
         state, loss = step(w, np.split(x, parts)[index])
-        gaps[str(sizes)] = oracle.difference(want, (jaxdist.unshard(state), loss))
+        gaps[str(sizes)] = gap(want, (jaxdist.unshard(state), loss))
         assert state["up"].addressable_data(0).shape[1] == 4 // sizes["model"]
     turned = Mesh(np.array(ctx.devices)[[2, 0, 3, 1]], ("data",))
     index = [2, 0, 3, 1].index(R)
     reverse = jaxdist.data_parallel(lambda w, x: (w, x[::-1] - jnp.arange(8)[:, None]), mesh=turned)
     got = jaxdist.unshard(reverse(np.ones(3), x[2 * index : 2 * index + 2])[1])
-    return gaps | {"turned": oracle.difference(x[::-1] - np.arange(8)[:, None], got)}
+    return gaps | {"turned": gap(x[::-1] - np.arange(8)[:, None], got)}
