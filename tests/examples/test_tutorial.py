@@ -41,8 +41,8 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 @pytest.mark.parametrize(
     ("step", "command", "devices"),
     [
-        (2, [sys.executable], 8), (3, [*RUN, "3"], 2), (4, [*RUN, "2"], 1),
-        *([(3, [sys.executable], 1), (3, [*RUN, "2"], 1)] if FULL else []),
+        (2, [sys.executable], 8), (3, [*RUN, "3"], 2),
+        *([(3, [sys.executable], 1), (3, [*RUN, "2"], 1), (4, [*RUN, "2"], 1)] if FULL else []),
     ],
     ids=str,
 )  # fmt: skip

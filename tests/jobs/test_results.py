@@ -182,7 +182,7 @@ def test_several_processes_compute_what_one_device_does(name: str, fast: bool, e
 # --- lanes: the bits do not depend on the number of processes
 
 LANES = 4
-QUICK_BITS = ["whole:0", "wide:0", "groups:0"]
+QUICK_BITS = ["whole:0", "groups:0"]
 BITS = ["wide:3", "wide:1:2:inner", "cnn_batchnorm:1", "transformer_scanned:3", "matrices:1",
         "padded:3", "microbatches:3:2:outer"]  # fmt: skip
 """An MLP of products that Eigen may divide among threads, also on a mesh with a model axis; BatchNorm, dropout in a

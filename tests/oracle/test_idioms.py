@@ -60,7 +60,7 @@ def test_idioms(name: str, seed: int, way: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(context, "kind", machine(rng, context.kind))
     if rng.randrange(2):
         monkeypatch.setattr(options, "cost", lambda *_, **__: rng.random())
-    steps = rng.choice([1, 1, 2])  # the state of the second comes as the first has left it: another program
+    steps = rng.choice([1, 1, 1, 2])  # the state of the second comes as the first has left it: another program
     case = oracle.idiom(name, rows, level, within)
     given: dict[str, Any] = {"mesh": mesh(sizes)}
     run: Any = jaxdist.data_parallel if tuple(sizes) == ("data",) else jaxdist.parallel
@@ -88,9 +88,9 @@ OF_LIBRARIES = [
     [pytest.param(*case, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, case in enumerate(OF_LIBRARIES)],
 )
 def test_cases(name: str, size: tuple[int, int], level: int) -> None:
-    """Five steps, each fifth case compiled as a user's step is."""
+    """Five steps, one case compiled as a user's step is."""
     devices, rows = size
-    with quick.compilation(not FULL and list(oracle.CASES).index(name) % 5 > 0):
+    with quick.compilation(not FULL and name != "microbatches"):
         case = oracle.case(name, level)
         got = oracle.run_decorated(case, rows=rows, mesh=mesh(devices))
         assert gap(oracle.expected(name, rows), got) <= case.tolerance

@@ -98,7 +98,7 @@ def test_low_precision_sums_are_off_by_one_rounding_at_most() -> None:
 WAYS = [(2, 8), (3, 7), (4, 8), (8, 13), (8, 16)]
 DRAWN = [(names, "threefry2x32") for names in groups(draws.DRAWS, 9)]
 DRAWN += [(names, impl) for impl in ("rbg", "unsafe_rbg") for names in groups(draws.DRAWS if FULL else draws.KEYED, 99)]
-DRAWN_CASES = [pytest.param(*one, marks=[pytest.mark.slow] * (one[1] == "unsafe_rbg")) for one in DRAWN]
+DRAWN_CASES = [pytest.param(*one, marks=[pytest.mark.slow] * ("rbg" in one[1])) for one in DRAWN]
 
 
 @pytest.mark.parametrize(("names", "impl"), DRAWN_CASES, ids=lambda x: x if isinstance(x, str) else x[0])

@@ -452,7 +452,7 @@ def test_two_batches_in_microbatches() -> None:
     check(step, W, X, X[:, 0], batch_argnums=(1, 2))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     rows=st.integers(1, 3), width=st.integers(1, 5), hidden=st.integers(0, 4), k=st.sampled_from([1, 2]),
     dtype=st.sampled_from(["float32", "float64"]), seed=st.integers(0, 2**16),
