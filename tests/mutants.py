@@ -248,6 +248,8 @@ MUTANTS: list[Mutant] = [
            "end_signal=signal.SIGTERM,", "tests/launch/test_ends.py -k sees_the_signal"),
     Mutant("the last line of a failed job says nothing", "jaxdist/launch/processes.py",
            "if cause and ended.failed:", "if not cause and ended.failed:", "tests/launch/test_ends.py -k last_line"),
+    Mutant("a killed mpirun is not told", "jaxdist/launch/processes.py",
+           "or (ended.code in _CRASHES and not self._causes)", "", "tests/launch/test_run.py -k keeps_its_files"),
     Mutant("the last line does not tell calls that differ", "jaxdist/launch/processes.py",
            "elif match := _DISAGREE.search(line):", "elif match := None:",
            "tests/launch/test_ends.py -k last_line and order", slow=True),

@@ -88,7 +88,7 @@ WAYS: list[tuple[int, int, Any, Any]] = [
 ]  # fmt: skip
 """Devices, level, groups of them, `split`."""
 MATRICES = [
-    pytest.param(name, WAYS[(2 * i + k) % len(WAYS)] if not FULL else WAYS[k], marks=[pytest.mark.slow] * (k + i % 2 > 0))
+    pytest.param(name, WAYS[k if FULL else (2 * i + k) % len(WAYS)], marks=[pytest.mark.slow] * (k + i % 2 > 0))
     for i, name in enumerate(matrices.MAKERS)
     for k in range(len(WAYS) if FULL else 2)
 ]
