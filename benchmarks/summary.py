@@ -26,7 +26,7 @@ def page(found: dict[str, list[dict[str, Any]]]) -> str:
       found: each benchmark's results, one item per processor.
     """
     sections = [START]
-    for name, section in (("step_time", _steps), ("where", _parts), ("memory", _memory), ("step_time", _scaling)):
+    for name, section in (("step_time", _steps), ("where", _parts), ("step_time", _scaling)):
         if name in found:
             sections.append(section(found[name]))
     return "\n".join([*sections, END])
@@ -37,20 +37,16 @@ START = """# Performance
 These numbers come from two processes on two cores of one CPU, with one thread each. jaxdist has not been measured on
 several GPUs. The models are small, so communication takes a larger share of a step than in a large model.
 
-All variants train the same weights on the same batches in float32 with Adam, and their losses agree. They take turns on
-the same cores. Each number is the median of several rounds.
+All variants train the same weights on the same batches in float32 with Adam, and their losses agree. They take turns;
+each number is the median of several rounds.
 """
 END = """## What else to expect
 
 - **The first call compiles**, in 1 to 6 seconds for these models. torch takes up to one second.
 - **Each call** costs the host 15 to 70 µs more than a call of `jax.jit`, for 10 to 200 arrays of state.
-- **Level 3 can be faster than level 0.** Each rank updates only its part of the parameters. If a batch has few examples
-  and a weight is large, the examples are sent instead of the weight.
-- **BatchNorm over the whole batch** sends a few small messages per layer, which exact statistics require.
 
-[All tables](../benchmarks/results/tables.md) include every variant, ranges, collectives, and estimates. To measure on
-your machine, run `python benchmarks --torch PYTHON`, where PYTHON is an interpreter with torch. For your own step, see
-[it is slow](slow.md).
+[All tables](../benchmarks/results/tables.md) include every variant, ranges, memory, collectives, and estimates. To
+measure on your machine, run `python benchmarks --torch PYTHON` (an interpreter with torch).
 """
 
 
@@ -68,7 +64,6 @@ def _steps(found: list[dict[str, Any]]) -> str:
             if there:
                 slower.append(f"- {report.processor(results)}, {title}: {', '.join(there)}")
     notes = "\n\n".join(f"{report.processor(r)}: {r['note']}" for r in found if "note" in r)
-    sizes = ", ".join(f"{name} {m['parameters'] / 1e6:.2g}M" for name, m in first["models"].items())
     return f"""## Step time
 
 Milliseconds per step on an {report.processor(first)}. Level 3 shards parameters and optimizer state, as FSDP2 does.
@@ -78,15 +73,13 @@ Milliseconds per step on an {report.processor(first)}. Level 3 shards parameters
 ![Time of a step on two ranks](img/step_time.png)
 
 "JAX by hand" sends all gradients in one buffer. MLP-deep has 100 layers. LeNet computes convolutions as matrix
-products, LeNet-conv with XLA's convolutions. Parameters: {sizes}.
+products, LeNet-conv with XLA's convolutions.
 
 PyTorch was faster in these cases (jaxdist's time divided by PyTorch's, with the range, over MPI unless noted):
 
 {chr(10).join(slower) or "Nowhere."}
 
 {notes}
-
-The result depends on the processor, so measure on your own machine.
 """
 
 
@@ -99,26 +92,9 @@ def _parts(found: list[dict[str, Any]]) -> str:
 
 ![Where the time of a step goes](img/where.png)
 
-*Compute* is the same step on one rank with that rank's batch. *Collectives* includes waiting for the other rank. The
-rest is copies and contention for memory. Parts were measured separately and need not add up to the step.
-Over MPI, compute is {compute[0][0]:.0%} ({compute[0][1]}) to {compute[-1][0]:.0%}
-({compute[-1][1]}), and collectives are {collectives[0][0]:.0%} ({collectives[0][1]}) to {collectives[-1][0]:.0%}
-({collectives[-1][1]}).
-"""
-
-
-def _memory(found: list[dict[str, Any]]) -> str:
-    rows = {(r["kind"], r["level"], r["devices"]): r["state"] / found[0]["parameters"] for r in found[0]["rows"]}
-    most = max(found[0]["devices"])
-    kind = found[0]["rows"][0]["kind"]
-    levels = ", ".join(f"level {n}: {rows[kind, n, most]:.3g}" for n in (0, 1, 3) if (kind, n, most) in rows)
-    return f"""## Memory
-
-![Memory by ZeRO level](img/memory.png)
-
-Bytes per parameter that a device holds between steps ({kind}, {most} devices): {levels}. Levels 1 and 2
-are equal here. Gradients, activations, and messages need additional memory during a step; [`jaxdist plan`](plan.md)
-estimates them for your model.
+*Compute* is the same step on one rank with that rank's batch. *Collectives* includes waiting for the other rank.
+Over MPI, compute is {compute[0][0]:.0%} ({compute[0][1]}) to {compute[-1][0]:.0%} ({compute[-1][1]}), and
+collectives are {collectives[0][0]:.0%} ({collectives[0][1]}) to {collectives[-1][0]:.0%} ({collectives[-1][1]}).
 """
 
 
@@ -132,6 +108,6 @@ def _scaling(found: list[dict[str, Any]]) -> str:
 
 ![Scaling from one rank to two](img/scaling.png)
 
-Over MPI, with a fixed batch per rank (left), two ranks reach {between("1 rank: jaxdist")} of ideal throughput. With a
-fixed total batch (right), they are {between("1 rank x2: jaxdist")} times as fast as one.
+Over MPI, two ranks reach {between("1 rank: jaxdist")} of ideal throughput with a fixed batch per rank (left), and are
+{between("1 rank x2: jaxdist")} times as fast as one with a fixed total batch (right).
 """
