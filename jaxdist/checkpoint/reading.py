@@ -32,26 +32,24 @@ _TRIES = 100  # attempts to find one that nobody removes during reading
 @api_boundary
 @under_no_mesh
 def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T:
-    """Read a checkpoint; every process calls it.
-
-    Everything that is read is compared with the saved digests. Without `step`, a damaged checkpoint
-    is skipped: the root logs a warning, and a `save` of its step replaces it.
+    """Read a checkpoint; every process calls it. All that is read is compared with the saved digests.
 
     Args:
       path: the directory given to `save`.
-      like: a state with the structure, shapes and dtypes of the saved one: a new one, a result of a step, or a result
+      like: a state with the structure, shapes, and dtypes of the saved one: a new one, a result of a step, or a result
         of ``jax.eval_shape``. Its values are not used.
-      step: the step to read; by default the highest one that is whole.
+      step: the step to read; by default the highest one that is whole. A damaged one is skipped with a warning, and a
+        `save` of its step replaces it.
 
     Returns:
       The state. Leaves whose counterparts in `like` are on the mesh (results of a step, `shard`) are read into the same
-      place, each process its own shards. All others are on this process, as in `like`: JAX arrays
-      on the default device, NumPy arrays, numbers.
+      place, each process its own shards. All others are on this process, as in `like`: JAX arrays on the default
+      device, NumPy arrays, numbers.
 
     Raises:
       FileNotFoundError: the checkpoint does not exist.
       CheckpointError: (on every rank) the checkpoint has a different model (the error names the first leaf that
-        differs), or damaged, or cannot be read (such as too many open files), which is never skipped.
+        differs), is damaged, or cannot be read (such as too many open files), which is never skipped.
       TypeError: a leaf of `like` cannot be in a checkpoint.
       ValueError: the path is empty or a URL, or `like` contains itself.
       ImportError: (on every rank) tensorstore, a dependency of orbax, is not installed.

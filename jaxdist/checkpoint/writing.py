@@ -38,17 +38,16 @@ def save(
 ) -> Saving:
     """Write a checkpoint; every process calls it.
 
-    Arrays on disk have their full shapes, for any number of devices, ZeRO level and communicator. Each process writes
-    its own shards, and the root everything else. If a save fails or is killed, earlier checkpoints stay unchanged.
-    From its first save to its end, a job owns the directory; if a second job saves there, it gets an error.
+    Arrays on disk have their full shapes, for any number of devices, ZeRO level, and communicator. Each process writes
+    its own shards, and the root everything else. If a save fails or is killed, earlier checkpoints stay unchanged. A
+    job owns the directory from its first save to its end.
 
     Args:
       path: the directory of one run's checkpoints, on a file system that all processes share.
-      state: any pytree of arrays (JAX's, NumPy's, PRNG keys), numbers and strings: parameters, the optimizer's state,
-        the state of a `loader`, … A leaf that cannot be restored unchanged is an error.
+      state: any pytree of arrays (JAX's, NumPy's, PRNG keys), numbers, and strings: parameters, the optimizer's state,
+        the state of a `loader`, …
       step: the name of the checkpoint, 0 or more. The highest step is the latest checkpoint.
-      wait: if False, return as soon as the state is copied, and write in the background. Training may continue and
-        donate the state; the next `save` and the end of the script wait for the writing.
+      wait: if False, copy the state and write in the background. The next `save` and the end of the script wait.
       keep: the number of checkpoints to keep: this one and the highest others. None keeps all.
 
     Returns:
@@ -56,9 +55,9 @@ def save(
 
     Raises:
       CheckpointError: (on every rank) writing failed, of this checkpoint or of an earlier one in the background (the
-        error names the rank and the cause), a different job saves into the directory, or the ranks' states differ.
+        error names the rank and the cause), a different job owns the directory, or the ranks' states differ.
       FileExistsError: a checkpoint of this step exists.
-      TypeError: a leaf cannot be saved.
+      TypeError: a leaf cannot be restored unchanged.
       ValueError: an argument is invalid: an empty path, a URL, a state that contains itself, …
       ImportError: (on every rank) orbax is not installed.
 
@@ -66,14 +65,11 @@ def save(
       >>> import jax.numpy as jnp, jaxdist, tempfile
       >>> path = tempfile.mkdtemp()
       >>> _ = jaxdist.save(path, {"w": jnp.arange(3.0), "epoch": 1}, step=10)
-      >>> jaxdist.latest_step(path)
-      10
       >>> jaxdist.restore(path, {"w": jnp.zeros(3), "epoch": 0})["epoch"]
       1
 
     References:
-      Orbax, *PyTreeCheckpointHandler*: the format of the arrays. ``orbax.checkpoint.CheckpointManager(path)`` reads
-      them.
+      Orbax, *PyTreeCheckpointHandler*: the format, which ``orbax.checkpoint.CheckpointManager(path)`` reads.
     """
     ctx = get_context()
     await_pending()

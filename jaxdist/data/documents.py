@@ -210,22 +210,19 @@ def tokenize(
 ) -> Documents:
     """Write the tokens of documents to a folder once. If the folder exists, open it.
 
-    With several processes, each calls it with the same arguments. The root writes, and the others wait. All hosts must
-    see the folder.
-
-    An existing folder must come from the same documents and encoding. The comparison covers the bytes of text files
-    (samples above one GiB) or of a list, the number of other documents, and the tokens of the first 64 documents.
-    Tokens are compared with their digests when they are first read.
+    Every process calls it; the root writes, and the others wait. An existing folder must come from the same documents
+    and encoding: the bytes of text files (samples above one GiB) or of a list, the number of other documents, and the
+    tokens of the first 64 are compared.
 
     Args:
       documents: `jaxdist.data.text_files`, a list, a Hugging Face data set, or any iterable that can be read again.
       encode: a function that returns a document's tokens, including an end token if you want one. ``str.encode`` gives
         bytes.
-      folder: the folder for ``tokens.npy`` and ``ends.npy``, which NumPy can read.
+      folder: the folder for ``tokens.npy`` and ``ends.npy``, which NumPy can read. All hosts must see it.
       dtype: the type of the tokens on disk; ``uint16`` holds values up to 65,535.
 
     Returns:
-      `Documents`, which stay on disk.
+      `Documents`, which stay on disk. Each block is compared with its digest when it is first read.
 
     Raises:
       ValueError: (on every rank) a token does not fit `dtype`, `documents` is empty, or the folder comes from

@@ -19,20 +19,17 @@ from jaxdist.step.tracing import say_once
 
 
 def evaluate(step: Callable[..., Any], *arguments: Any) -> Any:
-    """Add up the results of a decorated step over batches: ``evaluate(step, *state, batches)``.
+    """Add up the results of a decorated step over batches: ``evaluate(step, *state, batches)``. Every process calls it.
 
-    The step returns sums and counts over the examples of a batch. Their quotients are exact means over the data set,
-    for any number of ranks and any batch size. Sums are added in float64, integers without overflow, while
-    the device computes the next batch.
-
-    Every process calls it. A `jaxdist.loader` is read for one whole epoch. With ``tail="keep"``, the last batch is
-    smaller.
+    The step returns sums and counts over a batch. Their quotients are exact means over the data set, for any number of
+    ranks and any batch size. Sums are added in float64, integers without overflow, while the device computes the next
+    batch.
 
     Args:
-      step: a function ``(*state, batch) -> sums`` decorated with `jaxdist.data_parallel` or `jaxdist.parallel`. `sums`
-        is a pytree of arrays of 32 bits or more. In one process, ``jax.jit(step)`` works too.
-      *arguments: the arguments of the step, with a loader or an iterable of batches as the last one. Every rank must
-        have the same number of batches.
+      step: a function ``(*state, batch) -> sums`` decorated with `jaxdist.data_parallel` or `jaxdist.parallel` (in one
+        process, ``jax.jit`` works too). `sums` is a pytree of arrays of 32 bits or more.
+      *arguments: the arguments of the step, with a `jaxdist.loader`, of which one epoch is read, or an iterable of
+        batches as the last one. Every rank must have the same number of batches.
 
     Returns:
       A pytree with the structure of `sums`, the same on every rank: Python numbers for scalars, NumPy arrays otherwise.

@@ -42,39 +42,34 @@ def loader(
 ) -> Loader:
     """Read this rank's batches of a data set. Every process makes the same loader.
 
-    An epoch is one order of all examples, independent of the number of ranks. Step g takes the next ``batch_size *
-    size`` examples, and rank r takes the r-th part of them (see also `mesh`). Every rank takes the same number of
-    steps. Each ``for`` loop runs the next epoch, in a different order.
+    An epoch is one order of all examples, whatever the number of ranks: step g takes the next ``batch_size * size``
+    examples, of which rank r gets the r-th part. Each ``for`` loop runs the next epoch, with the same number of steps
+    on every rank.
 
     Args:
-      source: the complete data set, on every rank: arrays with one entry per example, or a dict or tuple of them at any
-        depth; or a list, a grain source or ``MapDataset``, or any object with ``__len__`` and ``__getitem__``. An
-        example is a pytree of arrays and numbers. Or a stream: a grain ``IterDataset``, an iterable that can be read
-        again, such as a Hugging Face ``IterableDataset``, or a function of the epoch that returns one. Each rank reads
-        the whole stream and keeps its own examples.
-      batch_size: examples per process and step, such as ``256 // ctx.size``. They are divided over the process's
-        devices. With lanes, examples per lane and step: ``256 // ctx.parts()[1]``.
+      source: the complete data set, on every rank: arrays with one entry per example, or a dict or tuple of them; a
+        list, a grain source or ``MapDataset``, or any object with ``__len__`` and ``__getitem__``. Or a stream: a grain
+        ``IterDataset``, an iterable that can be read again, such as a Hugging Face ``IterableDataset``, or a function
+        of the epoch that returns one. Each rank reads the whole stream and keeps its own examples.
+      batch_size: examples per process (with lanes, per lane) and step, such as ``256 // ctx.parts()[1]``.
       shuffle: True for an order that depends on seed and epoch, False for the source's order. A stream is shuffled in
         windows of this many examples, which each process holds in memory: ``shuffle=10_000``.
       seed: the seed of the order and of a random `transform`.
-      tail: how to treat the last examples of an epoch if they do not fill a batch on every rank. ``"drop"`` leaves them
-        out. ``"keep"`` yields a smaller last batch, for which a decorated step computes the result of one device with
-        these examples. (With several processes, the parts have equal length and know which examples are real, so pass
-        them to the step unchanged.)
+      tail: ``"drop"`` leaves out the last examples of an epoch if they do not fill a batch on every rank. ``"keep"``
+        yields a smaller last batch, for which a decorated step computes the result of one device. (Pass it to the step
+        unchanged: between processes, the parts have equal length and know which examples are real.)
       transform: ``example -> example``, or ``(example, rng) -> example`` with a ``numpy.random.Generator`` that differs
         for each example and epoch.
-      workers: the number of processes that read and transform; with 0, this process does. Each gets a pickled copy of
-        source and transform.
-      prefetch: the number of batches (per worker) to read ahead; 0 disables it.
-      mesh: the mesh of `jaxdist.parallel`. Processes that differ only along axes other than data then read the same
-        examples; use ``256 // ctx.parts(mesh)[1]`` as `batch_size`. By default, each process reads its own examples.
+      workers: the number of processes that read and transform, each with a pickled copy of both; 0: this process does.
+      prefetch: the number of batches (per worker) to read ahead.
+      mesh: see `jaxdist.parallel`. Processes that differ only along axes other than data read the same examples.
 
     Returns:
       A `Loader`.
 
     Raises:
-      ValueError: (on every rank) a setting is invalid, the source is empty, its arrays have different lengths, it has
-        fewer examples than one batch of all ranks with ``tail="drop"``, or the ranks' sources or settings differ.
+      ValueError: (on every rank) a setting is invalid, the source is empty or has fewer examples than one batch of all
+        ranks with ``tail="drop"``, its arrays have different lengths, or the ranks' sources or settings differ.
       TypeError: the source has an unsupported type, or is a stream that can be read only once.
       ImportError: (on every rank) grain is not installed.
       ControlError: a rank does not make the call before the timeout of `jaxdist.init`.
@@ -208,11 +203,8 @@ class Loader:
     def get_state(self) -> State:
         """Return the position of the next batch as a small dict for JSON or a checkpoint, the same on every rank.
 
-        It counts examples of the whole job, so any number of ranks can continue from it. For a stream, ``"stream"`` has
-        the state of grain's iterators as text and a digest of the next example.
-
-        Returns:
-          The epoch, the number of examples done, and the settings that must not change.
+        It counts examples of the whole job, so any number of ranks can continue from it. For a stream, ``"stream"`` is
+        text with the state of grain's iterators and a digest of the next example.
 
         Example:
           >>> import jaxdist, numpy as np
@@ -228,10 +220,8 @@ class Loader:
     def set_state(self, state: State) -> None:
         """Continue at the position of `get_state`; the next loop is the rest of that epoch. Every rank calls it.
 
-        The number of ranks, `batch_size`, `tail`, `workers`, and `prefetch` may have changed.
-
         Args:
-          state: the state of a loader with the same data set, seed, and shuffle.
+          state: the state of a loader with the same data set, seed, and shuffle. Other settings may differ.
 
         Raises:
           ValueError: (on every rank) the data set, seed, or shuffle differ, or the ranks pass different states.

@@ -13,19 +13,18 @@ from jaxdist.data.documents import Documents
 def packed(documents: Documents, length: int, *, seed: int | None = None) -> Packed:
     """Pack documents into rows of `length` tokens, as a source for `jaxdist.loader`.
 
-    A document may continue in the next row, so that only the last row has padding. The documents in a row depend only
-    on their lengths, so each rank can read its own rows, in any order.
+    A document may continue in the next row, so only the last row has padding. A row depends only on the documents'
+    lengths, so each rank can read its own rows, in any order.
 
     Args:
       documents: the documents of tokens.
       length: the number of tokens in a row.
-      seed: the seed of the order of documents before packing, so that neighbors in a file end up in different rows.
-        With None, the order does not change. (The loader's `shuffle` orders the rows.)
+      seed: the seed of the order of documents before packing, so that neighbors in a file end up in different rows;
+        None keeps the order. (The loader's `shuffle` orders the rows.)
 
     Returns:
-      A source. A row is a dict of int32 arrays ``(length,)``: ``tokens``; ``tokens_segment_ids``, numbered from 1
-      within the row, 0 for padding; and ``tokens_positions``, the position of a token within its document in the row.
-      The names are those that grain's packing uses.
+      A source. A row is a dict of int32 arrays ``(length,)``, named as in grain: ``tokens``; ``tokens_segment_ids``,
+      numbered from 1 within the row, 0 for padding; and ``tokens_positions`` within the document, in the row.
 
     Raises:
       ValueError: `length` is not positive, `documents` is empty, or a token does not fit int32.

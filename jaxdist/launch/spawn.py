@@ -44,10 +44,9 @@ def spawn(
 ) -> list[T]:
     """Run ``fn(*args, **kwargs)`` on n ranks of this machine, and return the results of all ranks.
 
-    Each rank is a new process, which joins the job (`jaxdist.init`) before it calls the function. This process may have
-    used JAX before and is not a rank. The function can be defined in a notebook or in the running script; it is sent
-    with the objects that it uses. Modules are imported by the ranks, with this process's ``sys.path``. The ranks use
-    the settings of ``jax.config`` and the environment of this process, and communicator "xla".
+    Each rank is a new process, which joins the job (`jaxdist.init`) before it calls the function. It has the
+    ``sys.path``, environment, and ``jax.config`` of this process, which may have used JAX and is not a rank. The
+    function can be defined in a notebook or in the running script; it is sent with the objects that it uses.
 
     The ranks' output appears here, line by line. Ctrl-C, a notebook's stop button, and the end of this process end all
     ranks.
@@ -60,8 +59,8 @@ def spawn(
       prefix: write the rank before each line.
 
     Returns:
-      The results in rank order. JAX arrays are returned as NumPy arrays, so that this process does not start JAX and
-      reserve GPU memory that the next ranks need. If results are large, return None on all ranks except the root.
+      The results in rank order, with NumPy arrays instead of JAX arrays, so that this process reserves no GPU memory.
+      If results are large, return None on all ranks except the root.
 
     Raises:
       Exception: the exception of the rank that failed first, with the rank and its traceback in a note.

@@ -152,15 +152,12 @@ def run_log(
     tokens_per_step: float | None = None,
     sinks: Sequence[Sink] = (),
 ) -> RunLog:
-    """Log metrics to ``path/metrics.jsonl``, and progress to the root's standard error.
+    """Log metrics to ``path/metrics.jsonl``, and progress to the root's standard error. Every rank calls it.
 
-    Every rank calls it; only the root writes. Logging does not wait for the device until the
-    ``with`` block ends. Each line is a JSON object with ``step``, ``time`` (the end of the step, in
-    seconds since 1970), the metrics, and ``examples_per_s`` and ``tokens_per_s`` since the previous
-    step. NaN and infinities are strings that ``float`` accepts.
-
-    If a run restarts at step k, it replaces the lines from step k on. Damaged lines are dropped with a warning. The
-    previous file is kept as ``metrics.jsonl.bak``.
+    Logging does not wait for the device until the ``with`` block ends. A line is a JSON object with ``step``, ``time``
+    (of the end of the step, in seconds since 1970), the metrics, and ``examples_per_s`` and ``tokens_per_s`` since the
+    previous step. NaN and infinities are strings that ``float`` accepts. A run that restarts at step k replaces the
+    lines from k on, and keeps the previous file as ``metrics.jsonl.bak``. Damaged lines are dropped with a warning.
 
     Args:
       path: the folder. It is created if necessary.

@@ -28,13 +28,11 @@ Trace = tuple[float, dict[Collective, list[list[float]]]]
 def profile(path: str | os.PathLike[str]) -> Iterator[None]:
     """Trace the devices of every rank, and print a breakdown of their time on the root.
 
-    Every rank enters and leaves it, and waits for its devices. Rank r writes to ``path/rank{r}``, for
-    TensorBoard (with tensorboard-plugin-profile) or, with the ``perfetto_trace.json.gz`` inside, for
-    https://ui.perfetto.dev. Run the step once before; otherwise the trace contains its compilation.
-
-    The table splits the busy time of the devices into computation, each collective by mesh axis with the line of code
-    that causes it, and waiting in collectives for slower devices. It does not count collectives outside a step over
-    MPI.
+    Every rank enters and leaves it. Rank r writes to ``path/rank{r}``, for TensorBoard (with
+    tensorboard-plugin-profile) or, with the ``perfetto_trace.json.gz`` inside, for https://ui.perfetto.dev. Run the
+    step once before, or the trace contains its compilation. The table splits the busy time of the devices into
+    computation, each collective by mesh axis with the line of code that causes it, and waiting for slower devices,
+    without collectives outside a step over MPI.
 
     Args:
       path: the folder. It is created if necessary.

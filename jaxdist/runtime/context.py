@@ -41,19 +41,13 @@ class Context:
       size: the number of processes.
       local_rank: the index among the processes of this host.
       local_size: the number of processes on this host.
-      root_rank: 0, the rank that prints and writes.
-      is_root: whether this process is the root.
+      is_root: whether this process is rank 0, which prints and writes.
       num_devices: the number of devices of all processes.
       devices: all devices, in rank order.
       hosts: the host name of each rank.
       mesh: the mesh over all devices, with one axis, "data".
       communicator: "xla", "mpi", or "lanes" ("xla" with sums in a fixed order).
-      kind: the speeds of the devices.
-      rules: a user's own communicator for steps, or None.
       timeout: seconds that a collective waits for missing ranks before the job ends with an error.
-      connector: how the processes found each other.
-      control: the control channel.
-      watchdog: tracks this process's steps, and asks the other ranks about theirs.
 
     Example:
       >>> import jaxdist
@@ -82,10 +76,7 @@ class Context:
         self._parts: dict[Any, Any] = {}
 
     def only(self, kind: Callable[[Context], T]) -> T:
-        """The one object of this kind in the job, made when it is first asked for.
-
-        Args:
-          kind: makes one, of the context.
+        """Return the one object of this kind in the job, made by ``kind(self)`` when it is first asked for.
 
         Example:
           >>> import jaxdist
@@ -194,14 +185,13 @@ def init(
       connector: how processes find each other: "mpi", "slurm", "env://", "tcp://host:port", "local", an object with the
         `Connector` protocol, or "auto" for JAXDIST_CONNECTOR or the launcher that is detected.
       communicator: how arrays are sent: "xla", "mpi", or "auto" for JAXDIST_COMMUNICATOR, "mpi" between CPU processes
-        of an MPI job with mpi4jax, and "xla" otherwise. A table of lowering rules for the collectives of steps also
-        works.
+        of an MPI job with mpi4jax, and "xla" otherwise. Or a table of lowering rules for the collectives of steps.
       timeout: seconds to wait for missing ranks, here and in each later collective and call of a step, before the job
         ends with an error that names them. The default is JAXDIST_TIMEOUT, or 300.
       rank: the rank, for tcp:// and env://, instead of RANK.
       size: the number of ranks, for tcp:// and env://, instead of WORLD_SIZE.
-      lanes: the number of virtual CPU devices of the job. The bits that steps return depend on this number instead of
-        the number of processes, which must divide it. The default is JAXDIST_LANES, or one device per process.
+      lanes: the number of virtual CPU devices of the job, which the bits that steps return depend on, instead of the
+        number of processes, which must divide it. The default is JAXDIST_LANES, or one device per process.
 
     Returns:
       The context. A second call returns the same one.
@@ -209,8 +199,7 @@ def init(
     Raises:
       RuntimeError: one of several processes has already used a JAX backend, or `init` was called before with different
         arguments.
-      ValueError: the connector or communicator is unknown, variables or GPUs are missing, or `timeout` or `lanes` is
-        invalid.
+      ValueError: an argument, or a variable of the environment, is invalid or missing.
       ImportError: MPI was requested and is not installed. The message has the command that installs it.
       TimeoutError: a rank is missing. The message names it, or the address that was not reached.
 
