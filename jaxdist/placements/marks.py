@@ -170,7 +170,7 @@ def used_in_slices(walk: Any) -> dict[int, Split]:
                 found[i] = to
         whole = strategy.run is run_as_is and not any(isinstance(at[i], Split) for i in node.ins)
         to = _slice(taken.get(node.outs[0])) if whole and len(node.outs) == 1 and not node.eqn.effects else None
-        described = walk.factors(node) if to else None
+        described = walk.block.factors(node) if to else None
         factor = described.results[0][to.dim] if described and to else None
         if described and to and factor is not None:
             takes = [to.at(dims.index(factor)) if factor in dims else REPLICATED for dims in described.operands]

@@ -32,7 +32,7 @@ NAME = "send the examples"
 
 @offer("dot_general", "conv_general_dilated", "gather", "scatter-add", "scatter_add")
 def _product(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    described = walk.factors(node)
+    described = walk.block.factors(node)
     batch = [k for k, p in enumerate(ins) if isinstance(p, Split) and not p.stored]
     kept = [k for k, p in enumerate(ins) if isinstance(p, Split) and p.stored]
     if described is None or not batch or len(node.outs) > 1:
@@ -136,13 +136,13 @@ def _fits(
 def _heads(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Multiply two values in slices, cut along a dimension that both and the result have."""
     p, q = ins
-    described = walk.factors(node)
+    described = walk.block.factors(node)
     if walk.infer.axis.name != SEQUENCE or described is None or not isinstance(p, Split) or not isinstance(q, Split):
         return None
     if any(one.whole or one.stored or one.outer > 1 or one.is_padded(walk.n) for one in (p, q)):
         return None
     (a, b), (result,) = described.operands, described.results
-    sizes = dict(zip(result, walk.shapes(node.outs)[0], strict=True))
+    sizes = dict(zip(result, walk.block.shapes(node.outs)[0], strict=True))
     heads = [f for f in result if f in a and f in b and sizes[f] % walk.n == 0]
     along = a[p.dim], b[q.dim]
     if not heads or None in along or along[0] == along[1]:
@@ -160,7 +160,7 @@ def _heads(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
 def _places(walk: Walk, node: Node, described: Factors, ins: tuple[Split, Split], heads: int) -> int | None:
     """Return the result's factor along one sequence, or None if it has two or none."""
     found = set[int | None]()
-    for p, other, dims, shape in zip(ins, ins[::-1], described.operands, walk.shapes(node.ins), strict=True):
+    for p, other, dims, shape in zip(ins, ins[::-1], described.operands, walk.block.shapes(node.ins), strict=True):
         if dims[p.dim] != heads:
             found.add(dims[p.dim])
         else:  # this compares positions: take factors as long as the other operand's

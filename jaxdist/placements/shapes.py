@@ -15,7 +15,7 @@ from jax import lax
 from jaxdist import compat
 from jaxdist.ir.primitives import count_p, counts
 from jaxdist.placements.block import Node
-from jaxdist.placements.run import make_whole, run_as_is
+from jaxdist.placements.run import make_in_form, make_whole, run_as_is
 from jaxdist.placements.strategy import Strategy
 from jaxdist.placements.values import DEFERRED, REPLICATED, Deferred, Placement, Replicated, Split, form, reshaped
 from jaxdist.placements.walk import Walk, special
@@ -26,7 +26,7 @@ def _reshape(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
     p = ins[0]
     if len(ins) > 1 or node.eqn.params["dimensions"] is not None:
         return None
-    old, new = walk.shapes(node.ins)[0], walk.shapes(node.outs)[0]
+    old, new = walk.block.shapes(node.ins)[0], walk.block.shapes(node.outs)[0]
     if isinstance(p, Deferred):
         return Strategy([None], [Deferred(p.const)], make=_make_reshaped)
     if not isinstance(p, Split):
@@ -52,49 +52,18 @@ def _make_reshaped(emitter: Any, node: Node, to: Any) -> Any:
     return lax.reshape(emitter.take(i, REPLICATED), new)
 
 
-@special("transpose", "squeeze")
-def _moved(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Make slices of a deferred value from the same slices of the operand."""
-    described = walk.factors(node)
-    if not isinstance(ins[0], Deferred) or not walk.shapes(node.outs)[0] or described is None:
-        return None
-    (operand,), (result,) = described.operands, described.results
-
-    def make(emitter: Any, node: Node, to: Any) -> Any:
-        before = form(to.at(operand.index(result[to.dim]))) if isinstance(to, Split) else to
-        return emitter.bind(node, [emitter.take(node.ins[0], before)])[0]
-
-    return Strategy([None], [Deferred(ins[0].const)], make=make)
-
-
 @special("broadcast_in_dim")
 def _broadcast(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    p, dims = ins[0], node.eqn.params["broadcast_dimensions"]
-    if len(ins) > 1:
+    """Keep the slices of a value that is repeated; gather a stored one before."""
+    p, described = ins[0], walk.block.factors(node)
+    old, new = walk.block.shapes(node.ins)[0], walk.block.shapes(node.outs)[0]
+    if described is None or not new:
         return None
-    old, new = walk.shapes(node.ins)[0], walk.shapes(node.outs)[0]
-    if isinstance(p, Split) and old[p.dim] == new[dims[p.dim]] and (not p.stored or math.prod(old) == math.prod(new)):
-        to = replace(p.at(int(dims[p.dim])), whole=False, requested=False)
-
-        def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-            return emitter.bind(node, xs, {**node.eqn.params, "shape": to.shape(new), "sharding": None})
-
-        return Strategy([form(p)], [to], run)
-    if not new:
-        return None
+    follows = isinstance(p, Split) and described.operands[0][p.dim] is not None
+    if follows and (not p.stored or math.prod(old) == math.prod(new)):  # type: ignore[union-attr]
+        return walk.by_factors(node, ins, described)
     const = p.const if isinstance(p, (Replicated, Deferred)) else None
-    return Strategy([None], [Deferred(const)], make=_make_broadcast)
-
-
-def _make_broadcast(emitter: Any, node: Node, to: Any) -> Any:
-    """Broadcast the operand's slice if it has the dimension; stored ones are gathered before."""
-    (i,), dims = node.ins, [int(d) for d in node.eqn.params["broadcast_dimensions"]]
-    old, new = emitter.block.avals[i].shape, emitter.block.avals[node.outs[0]].shape
-    before: Any = REPLICATED
-    if isinstance(to, Split) and to.dim in dims and old[dims.index(to.dim)] == new[to.dim]:
-        before = form(to.at(dims.index(to.dim)))
-    shape = to.shape(new) if isinstance(to, Split) else new
-    return emitter.bind(node, [emitter.take(i, before)], {**node.eqn.params, "shape": shape, "sharding": None})[0]
+    return Strategy([None], [Deferred(const)], make=make_in_form)
 
 
 @special("iota")
@@ -123,7 +92,7 @@ def _concatenate(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy |
     if not along or len(along) < len(splits):
         return None
     block = along[0]
-    shapes = walk.shapes(node.ins)
+    shapes = walk.block.shapes(node.ins)
     if any((p.size, p.chunk) != (block.size, block.chunk) for p in along) or any(s[d] % block.size for s in shapes):
         return None
     takes = [form(replace(block, outer=s[d] // block.size)) for s in shapes]
@@ -149,7 +118,7 @@ def _slice(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     if not isinstance(p, Split):
         return None
     start, limit, strides = params["start_indices"], params["limit_indices"], params["strides"]
-    d, length = p.dim, walk.shapes(node.ins)[0][p.dim]
+    d, length = p.dim, walk.block.shapes(node.ins)[0][p.dim]
     whole = start[d] == 0 and limit[d] == length
     if whole or start[d] % p.size or limit[d] % p.size or (strides and strides[d] != 1):
         return None
@@ -210,7 +179,7 @@ def _gathered(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | No
 def _mark(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Shard a marked value (`jaxdist.zero`)."""
     p, params = ins[0], node.eqn.params
-    shape = walk.shapes(node.ins)[0]
+    shape = walk.block.shapes(node.ins)[0]
     requested = params["role"] in ("requested", "state")
 
     def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:

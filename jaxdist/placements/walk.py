@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxdist import compat
 from jaxdist.errors import StepError
 from jaxdist.ir.operations import SAME_RANK, SHAPE_ONLY, is_deferrable
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node, added, number
 from jaxdist.placements.rules import Factors
-from jaxdist.placements.run import Cut, make_elementwise, make_whole, run_as_is
+from jaxdist.placements.run import Cut, make_in_form, make_whole, run_as_is
 from jaxdist.placements.strategy import UNKNOWN, Move, Placed, Strategy, nbytes
 from jaxdist.placements.summands import is_zero, linear
 from jaxdist.placements.values import (
@@ -145,32 +144,18 @@ class Walk:
                 return strategy
         if all(isinstance(p, (Replicated, Deferred)) for p in ins):
             return self.alike(node, ins)
-        return self.by_factors(node, ins, self.factors(node)) or self.whole(node, ins)
-
-    def factors(self, node: Node) -> Factors | None:
-        """Return the loops of an operation."""
-        if not node.described:
-            shapes = self.shapes(node.ins), self.shapes(node.outs)
-            known = not self._draws_together(node)
-            node.described.append(rules.factors(node.eqn.primitive, node.eqn.params, *shapes) if known else None)
-        return node.described[0]
-
-    def _draws_together(self, node: Node) -> bool:
-        """Check whether draws for one key may depend on the other keys."""
-        keys = self.block.avals[node.ins[0]].dtype if node.name in _DRAWS else None
-        return keys is not None and not compat.draws_by_key(keys)
-
-    def shapes(self, values: Sequence[int]) -> list[tuple[int, ...]]:
-        return [self.block.avals[i].shape for i in values]
+        return self.by_factors(node, ins, self.block.factors(node)) or self.whole(node, ins)
 
     def alike(self, node: Node, ins: Sequence[Placement]) -> Strategy:
         """Return the strategy of an operation whose operands every device has."""
         aval = self.block.avals[node.outs[0]] if len(node.outs) == 1 else None
-        if aval is not None and aval.ndim and is_deferrable(node.eqn.primitive):
+        entrywise, moves = is_deferrable(node.eqn.primitive), node.name in ("squeeze", "transpose")
+        if aval is not None and aval.ndim and (entrywise or moves):
             large = [p for p, i in zip(ins, node.ins, strict=True) if self.block.avals[i].ndim]
             if large and all(isinstance(p, Deferred) for p in large):
-                const = 0 if node.name in ("convert_element_type", "copy", "neg") and is_zero(ins[0]) else None
-                return Strategy([None] * len(ins), [Deferred(const)], make=make_elementwise, slicewise=True)
+                known = moves or (is_zero(ins[0]) and node.name in ("convert_element_type", "copy", "neg"))
+                const = ins[0].const if known else None  # type: ignore[union-attr]
+                return Strategy([None] * len(ins), [Deferred(const)], make=make_in_form, slicewise=entrywise)
         if node.name == "random_split" and node.outs:
             return Strategy([None], [DEFERRED], make=make_whole)
         return Strategy([REPLICATED] * len(ins), [REPLICATED] * len(node.outs), run_as_is)
@@ -292,8 +277,6 @@ class Walk:
             return None, None  # gathering the stored operand is cheaper than reducing the result
         return Strategy(takes, gives, run, exchanges=kind != "sum"), (cost + sent, 1, factor)
 
-
-_DRAWS = {"random_bits", "random_fold_in", "random_gamma", "random_split"}
 
 _EFFECTS = {"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect", "CallbackEffect",
             "UnorderedCallbackEffect", "_UnorderedIOEffect", "_OrderedIOEffect"}  # fmt: skip
