@@ -32,22 +32,9 @@ class Component:
     stage: int  # operations of a stage wait for the results of earlier stages
 
     def block(self, outer: Block) -> Block:
-        """These operations as a block of their own."""
-        block = Block()
-        at: dict[int, int] = {}
-
-        def number(i: int) -> int:
-            if i not in at:
-                at[i] = block.new(outer.avals[i])
-                if i in outer.known:
-                    block.known[at[i]] = outer.known[i]
-            return at[i]
-
-        block.inputs = [number(i) for i in self.ins]
-        block.nodes = block.traced = [
-            Node(n.eqn, tuple(map(number, n.ins)), tuple(map(number, n.outs)), n.backward, n.calls) for n in self.nodes
-        ]
-        block.outputs = [number(i) for i in self.outs]
+        """These operations as a block of their own, with the numbers of values that they have outside."""
+        known = {i: outer.known[i] for node in self.nodes for i in node.ins if i in outer.known}
+        block = Block(outer.avals, list(self.ins), known, self.nodes, self.nodes, list(self.outs))
         block.count_uses()
         return block
 
