@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -204,8 +205,7 @@ class Interpreter:
             return atom.val if isinstance(atom, Literal) else env[atom]
 
         eqns = live(jaxpr)
-        last = {v: i for i, eqn in enumerate(eqns) for v in eqn.invars if not isinstance(v, Literal)}
-        last.update((v, len(eqns)) for v in jaxpr.outvars if not isinstance(v, Literal))
+        last = _last_uses(eqns, jaxpr.outvars)
         for start, stop in self._stretches(eqns):
             if stop - start < _WORTH_A_CALL:
                 for eqn in eqns[start:stop]:
@@ -271,6 +271,12 @@ class Interpreter:
         return any(cached(sub.jaxpr) for sub in subjaxprs(eqn))
 
 
+def _last_uses(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> dict[Any, int]:
+    """Map each variable to the position of its last use; that of results comes after all."""
+    uses = (*(eqn.invars for eqn in eqns), results)
+    return {v: k for k, atoms in enumerate(uses) for v in atoms if not isinstance(v, Literal)}
+
+
 def live(jaxpr: Jaxpr) -> list[JaxprEqn]:
     """Return equations that outputs depend on, marks, and effects other than naming a mesh axis."""
     needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
@@ -300,23 +306,14 @@ def held_at_once(jaxpr: Jaxpr) -> int:
 
     Arguments do not count, and a loop counts as one turn.
     """
-    eqns = list(live(jaxpr))
-    last: dict[Any, int] = {}
+    eqns = live(jaxpr)
+    last, change = _last_uses(eqns, jaxpr.outvars), [0] * (len(eqns) + 1)
     for k, eqn in enumerate(eqns):
-        last.update((v, k) for v in eqn.invars if not isinstance(v, Literal))
-    last.update((v, len(eqns)) for v in jaxpr.outvars if not isinstance(v, Literal))
-    sizes: dict[Any, int] = {}
-    now = most = 0
-    for k, eqn in enumerate(eqns):
-        for v in eqn.outvars:
-            if v in last:
-                sizes[v] = 0 if eqn.primitive.name in _FUSED else _bytes(v.aval)
-                now += sizes[v]
-        most = max(most, now + max((held_at_once(sub.jaxpr) for sub in subjaxprs(eqn)), default=0))
-        for v in {v for v in eqn.invars if not isinstance(v, Literal)}:
-            if last[v] == k:
-                now -= sizes.get(v, 0)
-    return most
+        for v in () if eqn.primitive.name in _FUSED else last.keys() & set(eqn.outvars):
+            change[k] += _bytes(v.aval)
+            change[min(last[v] + 1, len(eqns))] -= _bytes(v.aval)
+    inside = (max(map(held_at_once, (sub.jaxpr for sub in subjaxprs(eqn))), default=0) for eqn in eqns)
+    return max((own + more for own, more in zip(itertools.accumulate(change), inside, strict=False)), default=0)
 
 
 def _bytes(aval: Any) -> int:

@@ -6,7 +6,7 @@ Each communicator lowers the collectives; the lowering for XLA (`reduced`, ...) 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -61,19 +61,6 @@ def mark(
         return x
     return shard_p.bind(x, role=role, level=level, within=within, split=split, offload=offload)
 
-
-def marked_by(params: Mapping[str, Any]) -> str:
-    """Return the call that bound :data:`shard_p` with these parameters, as text."""
-    if params["role"] == "requested":
-        call, names = "jaxdist.shard", ("within",)
-    else:
-        call, names = "jaxdist.zero", ("level", "within", "split", "offload")
-    given = (f"{name}={params[name]!r}" for name in names if params[name] not in (None, False) or name == "level")
-    return f"{call}({', '.join(given)})"
-
-
-MICROBATCHES = "microbatches_"
-"""The name of the scope around work that `jaxdist.value_and_grad` does in this many parts."""
 
 # --- slices
 

@@ -120,15 +120,15 @@ def _chosen(infer: Any, placed: Placed, costs: _Costs, found: Sequence[Component
     # A giant's owner finishes long after the others: what sends most stays on slices first.
     others.sort(key=lambda other: other[0].sent)
     ways = [[*musts, *(one for one, _ in others[:k])] for k in range(len(others) + 1)]
-    times = [_assign(way, link) + sum(slices for _, slices in others[k:]) for k, way in enumerate(ways)]
+    times = [_assign(way, n, link) + sum(slices for _, slices in others[k:]) for k, way in enumerate(ways)]
     chosen = ways[times.index(min(times))]
-    _assign(chosen, link)
+    _assign(chosen, n, link)
     return [*stacks, [one for one in whole if one in chosen]] if chosen else stacks
 
 
-def _assign(works: Sequence[Work], link: Link) -> float:
+def _assign(works: Sequence[Work], n: int, link: Link) -> float:
     """Assign the largest work first, each to the least loaded device; return the seconds until all is done."""
-    devices = [(0.0, i) for i in range(link.devices)]
+    devices = [(0.0, i) for i in range(n)]
     for one in sorted(works, key=lambda one: -one.seconds):
         load, one.owner = heapq.heappop(devices)
         heapq.heappush(devices, (load + one.seconds + one.sent / link.bandwidth, one.owner))
