@@ -20,7 +20,7 @@ from jaxdist import compat
 from jaxdist.ir.interpreter import CHECKPOINT, CONTROL_FLOW, INLINED, Interpreter, axes_of, bodies, retrace
 from jaxdist.mesh import AXIS, GROUP, Axis
 from jaxdist.placements.block import Node
-from jaxdist.placements.loops import inside, join, throughout
+from jaxdist.placements.loops import bound, inside, join, throughout
 from jaxdist.placements.strategy import Placed, Strategy, sliced
 from jaxdist.placements.summands import is_zero
 from jaxdist.placements.values import REPLICATED, Partial, Placement, Replicated, Split, form
@@ -30,11 +30,7 @@ from jaxdist.placements.walk import Walk, refuse, settled, special
 @special("cond")
 def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     given, gives, placed = _branches(walk, node, ins[1:])
-
-    def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
-        return emitter.bind(node, args, {**node.eqn.params, "branches": tuple(emitter.body(one) for one in placed)})
-
-    return Strategy([REPLICATED, *map(form, given)], gives, run, bodies=placed)
+    return Strategy([REPLICATED, *map(form, given)], gives, bound(placed), bodies=placed)
 
 
 @special(*CHECKPOINT)
@@ -169,12 +165,9 @@ class _Untyped(Interpreter):
                 compat.all_gather_invariant_p: lambda _, eqn, x: lax.all_gather(
                     x, eqn.params["axis_name"], axis=eqn.params["all_gather_dimension"], tiled=eqn.params["tiled"]
                 ),
-                primitives.reshape_p: lambda _, eqn, x, *__: lax.reshape(
-                    x, eqn.params["new_sizes"], eqn.params["dimensions"]
-                ),
             }
         )
-        for name in ("broadcast_in_dim_p", "reduce_sum_p", "iota_p", "dot_general_p"):
+        for name in ("reshape_p", "broadcast_in_dim_p", "reduce_sum_p", "iota_p", "dot_general_p"):
             self.rules[getattr(primitives, name)] = _without_sharding
 
     def eval_eqn(self, eqn: Any, *args: Any) -> Sequence[Any]:
