@@ -57,8 +57,7 @@ def bodies(eqn: JaxprEqn) -> list[Body]:
     return []
 
 
-_WORTH_A_CALL, _LONGEST_CALL = 4, 256
-"""Numbers of equations."""
+_LONGEST_CALL = 256  # equations
 
 Rule = Callable[..., Any]
 """``rule(interpreter, eqn, *args) -> outputs`` (one value, or a sequence if there are several)."""
@@ -189,6 +188,8 @@ class Interpreter:
     of control flow and of ``jax.checkpoint`` are rewritten by the same rules and bound again.
     """
 
+    worth_a_call: float = 4  # equations
+
     def __init__(self, rules: Mapping[Primitive, Rule]):
         self.rules = dict(rules)
         self._contains: dict[int, tuple[Jaxpr, bool]] = {}
@@ -207,7 +208,7 @@ class Interpreter:
         eqns = live(jaxpr)
         last = _last_uses(eqns, jaxpr.outvars)
         for start, stop in self._stretches(eqns):
-            if stop - start < _WORTH_A_CALL:
+            if stop - start < self.worth_a_call:
                 for eqn in eqns[start:stop]:
                     outs = self.eval_eqn(eqn, *map(read, eqn.invars))
                     env.update(zip(eqn.outvars, outs, strict=True))

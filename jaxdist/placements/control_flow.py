@@ -7,7 +7,7 @@ batch itself (``lax.map`` over examples) that carries nothing else runs each dev
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -156,6 +156,8 @@ _TYPED = {*INLINED, *CONTROL_FLOW}  # primitives whose bodies are typed; a kerne
 class _Untyped(Interpreter):
     """Evaluate the body of a typed ``shard_map`` in an untyped one."""
 
+    worth_a_call = math.inf  # it would keep types
+
     def __init__(self, axes: Sequence[str]) -> None:
         self.data = tuple(name for name in axes if name in (GROUP, AXIS))
         super().__init__(
@@ -182,9 +184,6 @@ class _Untyped(Interpreter):
             if eqn.primitive not in self.rules:
                 return compat.bind(eqn, eqn.params, args)
         return super().eval_eqn(eqn, *args)
-
-    def _stretches(self, eqns: Sequence[Any]) -> Iterator[tuple[int, int]]:
-        return iter([(i, i + 1) for i in range(len(eqns))])  # a call would keep types
 
     def touches(self, eqn: Any) -> bool:
         return eqn.primitive.name in _TYPED or (len(self.data) > 1 and AXIS in axes_of(eqn))

@@ -11,6 +11,7 @@ Reference: Ren et al., *ZeRO-Offload*, USENIX ATC 2021 (there the host computes 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -75,11 +76,10 @@ def staged(closed: ClosedJaxpr, offloaded: Mapping[int, int | None], axes: Seque
 class _Flat(Interpreter):
     """Evaluate operations one by one, with calls inlined."""
 
+    worth_a_call = math.inf
+
     def touches(self, eqn: JaxprEqn) -> bool:
         return called(eqn) is not None
-
-    def _stretches(self, eqns: Sequence[JaxprEqn]) -> Iterator[tuple[int, int]]:
-        return ((i, i + 1) for i in range(len(eqns)))
 
 
 def _origins(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], offloaded: Mapping[int, int | None]) -> dict[Any, _Origin]:
