@@ -58,6 +58,7 @@ def bodies(eqn: JaxprEqn) -> list[Body]:
 
 
 _LONGEST_CALL = 256  # equations
+_ALONE = {"device_put", "optimization_barrier"}  # a call would have types without the host's memory
 
 Rule = Callable[..., Any]
 """``rule(interpreter, eqn, *args) -> outputs`` (one value, or a sequence if there are several)."""
@@ -230,7 +231,7 @@ class Interpreter:
         """
         start = 0
         for i, eqn in enumerate(eqns):
-            if eqn.primitive in self.rules or has_effect(eqn) or self.touches(eqn):
+            if eqn.primitive in self.rules or eqn.primitive.name in _ALONE or has_effect(eqn) or self.touches(eqn):
                 if start < i:
                     yield start, i
                 yield i, i + 1

@@ -28,10 +28,6 @@ above."""
 gather_shards_p = Primitive("jaxdist_all_gather")
 """The slices of all devices joined along ``dim``, without padding: ``size`` entries."""
 
-fetch_p = Primitive("jaxdist_fetch")
-"""The first ``count`` operands, copied from host to device once the others are computed."""
-fetch_p.multiple_results = True
-
 # --- marks
 
 shard_p = Primitive("jaxdist_shard")
@@ -95,16 +91,6 @@ def reduced(x: Any, axes: tuple[str, ...], wire: str | None = None) -> Any:
     return lax.psum(x.astype(wire or x.dtype), axes).astype(x.dtype)
 
 
-def _fetched(_: Any, eqn: Any, *operands: Any) -> list[Any]:
-    count = eqn.params["count"]
-    xs = lax.optimization_barrier(operands)[:count] if len(operands) > count else operands
-    return [jax.device_put(x, jax.memory.Space.Device) for x in xs]
-
-
-FETCHED = {fetch_p: _fetched}
-"""A rule (see `ir.interpreter`) that computes :data:`fetch_p`."""
-
-
 def _shard_shape(aval: Any, dim: int, size: int) -> tuple[int, ...]:
     return (*aval.shape[:dim], size, *aval.shape[dim + 1 :])
 
@@ -120,9 +106,6 @@ reduce_shard_p.def_abstract_eval(
 gather_shards_p.def_abstract_eval(
     lambda aval, *, dim, size, **_: aval.update(shape=_shard_shape(aval, dim, size), weak_type=False)
 )
-
-
-fetch_p.def_abstract_eval(lambda *avals, count: list(avals[:count]))
 
 
 def _by_itself(primitive: Primitive, transpose: Callable[..., Any]) -> None:

@@ -15,11 +15,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxdist.errors import StepError
 from jaxdist.ir.interpreter import Interpreter, called, inlined, live, renamed, retrace
-from jaxdist.ir.primitives import fetch_p, shard_p
+from jaxdist.ir.primitives import shard_p
 from jaxdist.mesh import Axis
 
 _STAGES = 16
@@ -128,7 +130,8 @@ def _fetching(own: Sequence[Any], after: Sequence[Any], names: dict[Any, Any], a
     """Return operations that fetch variables after others; add the new names to `names`."""
 
     def fetch(*operands: Any) -> list[Any]:
-        return fetch_p.bind(*operands, count=len(own))
+        xs = lax.optimization_barrier(operands) if after else operands
+        return [jax.device_put(x, jax.memory.Space.Device) for x in xs[: len(own)]]
 
     eqns, fetched, _ = inlined(fetch, renamed([*own, *after], names), axes)
     names.update(zip(own, fetched, strict=True))
