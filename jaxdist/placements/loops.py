@@ -272,20 +272,18 @@ def _batched_while(
     infer, avals = walk.infer, [walk.block.avals[o] for o in node.outs]
     rank = len(cond.avals[cond.outputs[0]].shape)
 
-    def place(to: Form) -> tuple[Placed, Placed]:
-        carry = [to] * len(avals)
-        return infer.place(cond, [*cond_consts, *carry], [to]), infer.place(body, [*consts, *carry], carry)
+    def place(to: Placement, first: Sequence[Placement], rest: Sequence[Placement]) -> Strategy:
+        carry = [form(to)] * len(avals)
+        placed = infer.place(cond, [*first, *carry], carry[:1]), infer.place(body, [*rest, *carry], carry)
+        takes = [*map(form, (*first, *rest)), *carry]
+        return Strategy(takes, [to] * len(avals), bound(placed), bodies=placed)
 
     split = next((p for p in (*cond_consts, *consts, *ins) if isinstance(p, Split) and p.dim < rank), None)
     if split is not None and all(a.shape[split.dim] == split.outer * split.size for a in avals):
-        placed, carried = place(form(split)), replace(split, whole=False)
-        if all(_is_local(infer, one) for one in placed):
-            takes = [form(p) for p in (*cond_consts, *consts, *[carried] * len(avals))]
-            return Strategy(takes, [carried] * len(avals), bound(placed), bodies=placed)
-    cond_consts, consts = [REPLICATED] * len(cond_consts), [REPLICATED] * len(consts)
-    placed = place(REPLICATED)
-    whole = [REPLICATED] * len(avals)
-    return Strategy([REPLICATED] * len(ins), whole, bound(placed), bodies=placed)
+        own = place(replace(split, whole=False), cond_consts, consts)
+        if all(_is_local(infer, one) for one in own.bodies):
+            return own
+    return place(REPLICATED, [REPLICATED] * len(cond_consts), [REPLICATED] * len(consts))
 
 
 def _is_local(infer: Infer, placed: Placed) -> bool:
