@@ -264,7 +264,7 @@ def _sent_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn], unpack: _Unpa
     whole = primitive.bind(jnp.concatenate(flat, 1), **params)
     pieces = zip(unpack(whole, [math.prod(shape) for shape in shapes]), shapes, eachs, strict=True)
     if gathers:
-        return [joined(piece.reshape(-1, *shape), p["dim"], p["size"]) for piece, shape, p in pieces]
+        return [joined(piece.reshape(p["devices"], *shape), p["dim"], p["size"]) for piece, shape, p in pieces]
     return [piece.reshape(shape) for piece, shape, _ in pieces]
 
 

@@ -68,7 +68,7 @@ def marks(infer: Any, block: Block, level: int | None) -> Marks:
 
 
 def _follow(infer: Any, block: Block, inputs: Sequence[_From | None], found: Marks, level: int | None) -> None:
-    """Follow inputs to their marks, in bodies too. JAX lets no body return what it was given."""
+    """Follow inputs to their marks, in bodies too; JAX forwards what loops and branches return unchanged."""
     at = dict(zip(block.inputs, inputs, strict=True))
     for node in block.traced:
         name, params, args = node.name, node.eqn.params, [at.get(i) for i in node.ins]

@@ -33,9 +33,9 @@ def run_wide(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
 
 def make_in_form(emitter: Any, node: Node, to: Any) -> Any:
     """Make a deferred value from the same slices of its operands."""
-    if not isinstance(to, Split):
-        return make_whole(emitter, node, to)
     described, params = emitter.block.factors(node), node.eqn.params
+    if not isinstance(to, Split) or described is None:  # a bitcast may add a dimension
+        return make_whole(emitter, node, to)
     factor = described.results[0][to.dim]
     takes = [to.at(dims.index(factor)) if factor in dims else REPLICATED for dims in described.operands]
     if described.params is not None:
