@@ -15,7 +15,7 @@ from jax import lax
 from jaxdist import compat
 from jaxdist.ir.primitives import count_p, counts
 from jaxdist.placements.block import Node
-from jaxdist.placements.run import make_in_form, make_whole, run_as_is
+from jaxdist.placements.run import make_in_form, make_whole
 from jaxdist.placements.strategy import Strategy
 from jaxdist.placements.values import DEFERRED, REPLICATED, Deferred, Placement, Replicated, Split, form, reshaped
 from jaxdist.placements.walk import Walk, special
@@ -83,68 +83,39 @@ def _make_iota(emitter: Any, node: Node, to: Any) -> Any:
     return lax.broadcast_in_dim(at.astype(aval.dtype), shape, (d,))
 
 
-@special("concatenate")
-def _concatenate(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Join equal pieces of a batch: each device keeps its slice of each piece."""
-    d = node.eqn.params["dimension"]
-    splits = [p for p in ins if isinstance(p, Split)]
-    along = [p for p in splits if p.dim == d and not p.stored]
-    if not along or len(along) < len(splits):
+@special("concatenate", "slice", "split", "tile")
+def _in_blocks(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    """Join, take or repeat whole blocks of a batch: each device does so with its slices of them."""
+    splits, params = [p for p in ins if isinstance(p, Split)], node.eqn.params
+    if not splits:
         return None
-    block = along[0]
-    shapes = walk.block.shapes(node.ins)
-    if any((p.size, p.chunk) != (block.size, block.chunk) for p in along) or any(s[d] % block.size for s in shapes):
+    p, old, new = splits[0], walk.block.shapes(node.ins), walk.block.shapes(node.outs)
+    d = p.dim
+    match node.name:
+        case "concatenate":
+            along = params["dimension"] == d and not any(one.stored for one in splits)
+        case "slice":
+            contiguous = params["strides"] is None or params["strides"][d] == 1
+            along = contiguous and old[0][d] != new[0][d] and params["start_indices"][d] % p.size == 0
+        case "split":
+            along = params["axis"] == d
+        case _:
+            along = params["reps"][d] != 1
+    if not along or any(shape[d] % p.size for shape in (*old, *new)):
         return None
-    takes = [form(replace(block, outer=s[d] // block.size)) for s in shapes]
-    if any(isinstance(p, Split) and form(p) != to for p, to in zip(ins, takes, strict=True)):
+    takes, gives = ([Split(d, p.size, p.chunk, shape[d] // p.size) for shape in shapes] for shapes in (old, new))
+    if any(isinstance(one, Split) and form(one) != to for one, to in zip(ins, takes, strict=True)):
         return None
-    total = sum(s[d] // block.size for s in shapes)
-    return Strategy(takes, [replace(form(block), outer=total)], run_as_is)  # type: ignore[arg-type]
 
-
-@special("tile")
-def _tile(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Repeat a batch: each device repeats its own slice."""
-    p, reps = ins[0], node.eqn.params["reps"]
-    if not isinstance(p, Split) or reps[p.dim] == 1:
-        return None
-    return Strategy([form(p)], [replace(p, outer=p.outer * reps[p.dim], whole=False, requested=False)], run_as_is)
-
-
-@special("slice")
-def _slice(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Cut whole blocks out of a batch that was joined from several."""
-    p, params = ins[0], node.eqn.params
-    if not isinstance(p, Split):
-        return None
-    start, limit, strides = params["start_indices"], params["limit_indices"], params["strides"]
-    d, length = p.dim, walk.block.shapes(node.ins)[0][p.dim]
-    whole = start[d] == 0 and limit[d] == length
-    if whole or start[d] % p.size or limit[d] % p.size or (strides and strides[d] != 1):
-        return None
-    first, last = start[d] // p.size, limit[d] // p.size
-    to = Split(d, p.size, p.chunk, last - first, stored=p.stored)
+    def own(sizes: Sequence[int], along: int | None = None) -> tuple[int, ...]:
+        return tuple(n // p.size * p.chunk if along in (None, k) else n for k, n in enumerate(sizes))
 
     def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-        starts, limits = list(start), list(limit)
-        starts[d], limits[d] = first * p.chunk, last * p.chunk
-        return emitter.bind(node, xs, {**params, "start_indices": tuple(starts), "limit_indices": tuple(limits)})
+        local = {name: own(params[name], d) for name in ("start_indices", "limit_indices") if name in params}
+        local.update({"sizes": own(params["sizes"])} if "sizes" in params else {})
+        return emitter.bind(node, xs, {**params, **local})
 
-    return Strategy([form(p)], [to], run)
-
-
-@special("split")
-def _split(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Split whole blocks off a batch that was joined from several."""
-    p, params = ins[0], node.eqn.params
-    if not isinstance(p, Split) or p.dim != params["axis"] or any(s % p.size for s in params["sizes"]):
-        return None
-    blocks = [s // p.size for s in params["sizes"]]
-
-    def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-        return emitter.bind(node, xs, {**params, "sizes": tuple(b * p.chunk for b in blocks)})
-
-    return Strategy([form(p)], [Split(p.dim, p.size, p.chunk, b, stored=p.stored) for b in blocks], run)
+    return Strategy(takes, [replace(to, stored=p.stored) for to in gives], run)
 
 
 @special("rev")
