@@ -58,7 +58,6 @@ def bodies(eqn: JaxprEqn) -> list[Body]:
 
 
 _LONGEST_CALL = 256  # equations
-_ALONE = {"device_put", "optimization_barrier"}  # a call would have types without the host's memory
 
 Rule = Callable[..., Any]
 """``rule(interpreter, eqn, *args) -> outputs`` (one value, or a sequence if there are several)."""
@@ -229,9 +228,11 @@ class Interpreter:
 
         Runs are bounded, because XLA takes long for a call with thousands of operands.
         """
-        start = 0
+        start, names = 0, {eqn.primitive.name for eqn in eqns}
+        # To fetch from the host's memory takes both; a call's types would not have that memory.
+        alone = {"device_put", "optimization_barrier"} if "device_put" in names else set()
         for i, eqn in enumerate(eqns):
-            if eqn.primitive in self.rules or eqn.primitive.name in _ALONE or has_effect(eqn) or self.touches(eqn):
+            if eqn.primitive in self.rules or eqn.primitive.name in alone or has_effect(eqn) or self.touches(eqn):
                 if start < i:
                     yield start, i
                 yield i, i + 1
