@@ -11,8 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdist.ir.primitives import MICROBATCHES
-
 P = ParamSpec("P")
 R = TypeVar("R")
 Aux = TypeVar("Aux")
@@ -89,8 +87,7 @@ def value_and_grad(
             trees.append(tree)
             return loss, grads, leaves
 
-        with jax.named_scope(f"{MICROBATCHES}{microbatches}"):
-            loss, grads, leaves = _accumulate(part, args, batch, microbatches)
+        loss, grads, leaves = _accumulate(part, args, batch, microbatches)
         return ((loss, jax.tree.unflatten(trees[-1], leaves)) if has_aux else loss), grads
 
     return wrapped

@@ -11,7 +11,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr
 
 from jaxdist.agreement.description import Description, by_value, difference, list_ranks
-from jaxdist.ir.fingerprint import Operation, dataflow, operations, options
+from jaxdist.ir.fingerprint import Operation, dataflow, operations
 from jaxdist.runtime.context import Context
 
 CHANGED = (
@@ -76,7 +76,6 @@ def _advice(name: str) -> str:
 
 
 _PARTS: dict[str, Callable[[Traced], list[Operation]]] = {
-    "option": lambda new: options(new.source),
     "operation": lambda new: operations(new.source),
     "operation of a device's program": lambda new: operations(new.program),
 }

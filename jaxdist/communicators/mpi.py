@@ -27,7 +27,7 @@ from jaxdist import compat
 from jaxdist.communicators import exchange
 from jaxdist.communicators.mpi_groups import library, of_group
 from jaxdist.ir.interpreter import CHECKPOINT, Interpreter, axes_of, bodies, groups_of, retrace
-from jaxdist.ir.primitives import FETCHED, slices
+from jaxdist.ir.primitives import slices
 from jaxdist.mesh import Axis, along
 
 MOST = 2**31 - 1
@@ -99,7 +99,6 @@ class MpiLowering(Interpreter):
                 compat.reduce_scatter_p: self._reduce_scatter,
                 p.ppermute_p: self._permute,
                 p.ragged_all_to_all_p: self._unsupported,
-                **FETCHED,
             }
         )
         self.axes, self.ranks = axes, ranks

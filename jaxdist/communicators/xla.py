@@ -15,7 +15,6 @@ from jaxdist import compat
 from jaxdist.communicators import exchange
 from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of
 from jaxdist.ir.primitives import (
-    FETCHED,
     all_reduce_p,
     gather_shards_p,
     joined,
@@ -39,7 +38,6 @@ class XlaLowering(Interpreter):
                 gather_shards_p: lambda _, eqn, x: _gather_shards(eqn, x),
                 p.pmax_p: lambda _, eqn, x: extreme(eqn, x, "max"),
                 p.pmin_p: lambda _, eqn, x: extreme(eqn, x, "min"),
-                **FETCHED,
             }
         )
 

@@ -13,10 +13,7 @@ import numpy as np
 
 
 def on_compile(instead: Callable[[Callable[..., Any], Any], Any], program: Callable[..., Any]) -> None:
-    """Have each program of this process compiled by `instead`, which is given JAX's own way to do it and the program.
-
-    Here JAX has not found the program in its persistent cache. There is no public place.
-    """
+    """Have programs that JAX's cache lacks compiled by `instead`, given JAX's own way and the program (private)."""
     from jax._src import compiler
 
     original = compiler.backend_compile_and_load
@@ -40,11 +37,9 @@ def for_any_device(options: Any) -> Any:
 
 
 def say_on_host(lowered: Any, arguments: Collection[int], kind: str) -> None:
-    """Let a lowered program say that some of its arguments are in the host's memory, for devices that are not here.
-
-    These know of no memories, so that a `NamedSharding` over them forgets that it was told of one, and JAX says nothing
-    of the arguments (it does of results).
-    """
+    """Let a lowered program say that some of its arguments are in the host's memory, for devices that are not here."""
+    # These know of no memories, so that a `NamedSharding` over them forgets that it was told of one, and JAX says
+    # nothing of the arguments (it does of results).
     from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 
     module = lowered.compiler_ir()
@@ -76,11 +71,9 @@ def programs() -> Iterator[tuple[str, str]]:
 
 @functools.lru_cache(maxsize=1024)
 def listed_groups(text: str) -> str:
-    """The groups of devices of a collective as lists, ``{{0,1},{2,3}}``, however XLA has written them.
-
-    From jax 0.12 on they may be axes of a mesh. XLA's printer of fingerprints writes lists in each version, and its
-    parser knows whatever it prints; neither has a public place.
-    """
+    """The groups of devices of a collective as lists, ``{{0,1},{2,3}}``, however XLA has written them."""
+    # From jax 0.12 on they may be axes of a mesh. XLA's printer of fingerprints writes lists in each version, and its
+    # parser knows whatever it prints; neither has a public place.
     from jaxlib import _hlo  # pyright: ignore[reportAttributeAccessIssue]
 
     try:

@@ -20,10 +20,7 @@ bits_of = operator.attrgetter("_base_array")
 
 
 def release_dropped() -> None:
-    """Let go of host memory of arrays that are gone: JAX puts that off until its next call of some kinds.
-
-    `jax._src.lib` calls this at each run of Python's garbage collector.
-    """
+    """Let go of host memory of arrays that are gone, as `jax._src.lib` does when Python collects garbage."""
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     _jax.collect_garbage()
@@ -37,32 +34,25 @@ def backend_started() -> bool:
 
 
 def gloo_at(ip: str) -> None:
-    """Gloo listens at `ip`; after `jax.distributed.initialize`, before the backend starts.
-
-    JAX 0.10-0.12 gives gloo no address, so it takes what the host name resolves to: 127.0.1.1 on
-    Debian, nothing in many containers. `make_cpu_client` takes ready-made collectives.
-    """
+    """Gloo listens at `ip`; after `jax.distributed.initialize`, before the backend starts."""
+    # JAX 0.10-0.12 gives gloo no address, so it takes what the host name resolves to: 127.0.1.1 on Debian, nothing in
+    # many containers. `make_cpu_client` takes ready-made collectives.
     from jax._src import distributed, xla_bridge
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     with _threads_that_wait_their_turn():
         collectives = _jax.make_gloo_tcp_collectives(distributed_client=distributed.global_state.client, hostname=ip)
     xla_bridge.register_backend_factory(
-        "cpu",
-        functools.partial(xla_bridge.make_cpu_client, collectives),
-        priority=0,
-        fail_quietly=False,
+        "cpu", functools.partial(xla_bridge.make_cpu_client, collectives), priority=0, fail_quietly=False
     )
 
 
 @contextlib.contextmanager
 def _threads_that_wait_their_turn() -> Iterator[None]:
-    """Threads that start here do not interrupt others of their core when they wake up (Linux's SCHED_BATCH).
-
-    Gloo's one thread, which reads and writes the sockets, starts with the collectives. Woken while XLA's thread holds a
-    connection's lock, it took XLA's place on the core and polled for that lock until the scheduler's next tick: 4 ms a
-    message, with a core for each rank, where 0.1 are enough (`handleEvents` in gloo/transport/tcp/pair.cc).
-    """
+    """Threads that start here do not interrupt others of their core when they wake up (Linux's SCHED_BATCH)."""
+    # Gloo's one thread, which reads and writes the sockets, starts with the collectives. Woken while XLA's thread holds
+    # a connection's lock, it took XLA's place on the core and polled for that lock until the scheduler's next tick: 4
+    # ms a message, with a core for each rank, where 0.1 are enough (`handleEvents` in gloo/transport/tcp/pair.cc).
     if sys.platform != "linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
         yield
         return
@@ -107,10 +97,7 @@ def _register_cuda() -> None:
 
 @functools.lru_cache(maxsize=4)
 def cpus_elsewhere(count: int) -> list[Any]:
-    """Virtual CPU devices beside those of the backend, whose number is settled when it starts.
-
-    A client of their own (no public way makes a second one); programs can be compiled for them.
-    """
+    """Virtual CPU devices beside the backend's, to compile programs for: a second client, made in no public way."""
     from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
     return list(xla_client.make_cpu_client(num_devices=count).devices())

@@ -43,11 +43,9 @@ def key_value_store() -> Any:
 
 
 def quiet_distributed() -> None:
-    """Switch off what jax.distributed does that harms a training job; before `initialize`.
-
-    The preemption service installs a C++ SIGTERM handler that swallows the signal: the launcher's
-    SIGTERM would end nothing. The proxy check warns on every rank. Both flags exist in jax 0.10-0.12.
-    """
+    """Switch off what jax.distributed does that harms a training job; before `initialize`."""
+    # The preemption service's handler in C++ swallows SIGTERM: the launcher's would end nothing. The proxy check warns
+    # on every rank. Both flags exist in jax 0.10-0.12.
     for name in ("jax_enable_preemption_service", "jax_check_proxy_envs"):
         jax.config.update(name, False)
 

@@ -22,11 +22,7 @@ from jaxdist.sources import is_ours, of_the_user
 
 
 def bind(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> Sequence[Any]:
-    """Bind an equation's primitive to other parameters and arguments, in the context in which it was traced.
-
-    As `jax.core.eval_jaxpr` does for each equation: what `get_bind_params` returns, the equation's context (its
-    matmul precision, say) and its name stack have no public access.
-    """
+    """Bind an equation's primitive to other parameters and arguments, as `jax.core.eval_jaxpr` does (private)."""
     with context_of(eqn):
         args = _in_bounds(eqn.primitive.name, args, params)
         out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
@@ -35,12 +31,9 @@ def bind(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> Sequence[Any]
 
 @contextlib.contextmanager
 def context_of(eqn: Any) -> Iterator[None]:
-    """What is traced here has an equation's line, name and settings; of meshes none but that of the moment.
-
-    JAX traces some equations on a value under ``with_sharding_constraint`` in the context of the constraint's mesh, and
-    those in a ``shard_map`` in that of its mesh, of which ours may name one axis as two. Where things lie is decided
-    anew here, and in our ``shard_map`` another mesh is an error.
-    """
+    """What is traced here has an equation's line, name and settings; of meshes none but that of the moment."""
+    # JAX traces some equations in the context of the mesh of a `with_sharding_constraint` or a `shard_map`. Where
+    # things lie is decided anew here, and in our `shard_map` another mesh is an error.
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     now = jax.sharding.get_abstract_mesh()
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
@@ -51,10 +44,7 @@ def context_of(eqn: Any) -> Iterator[None]:
 
 
 def batched_entry_by_entry(primitive: Any) -> bool:
-    """Whether JAX batches a primitive as it does all that works entry by entry (`defvectorized`, `defbroadcasting`).
-
-    It is how JAX itself registers such work, in a table that is not public.
-    """
+    """Whether JAX batches a primitive as all that works entry by entry, in a table that is not public."""
     rule = getattr(batching.fancy_primitive_batchers.get(primitive), "func", None)
     return rule is batching.vectorized_batcher or rule is batching.broadcast_batcher
 
@@ -70,11 +60,9 @@ def expanded(interpreter: Any, eqn: Any, *args: Any) -> Sequence[Any]:
 
 
 def _in_bounds(name: str, args: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
-    """Operands of a slice whose start lies in the array, where an operation on slices would move it to.
-
-    Where it makes one slice of two, the user's and ours, XLA forgets to where (openxla/xla#49121, in all versions), and
-    adds their starts in the type that they have, which may be of 8 bits.
-    """
+    """Operands of a slice whose start lies in the array, where an operation on slices would move it to."""
+    # Where it makes one slice of two, the user's and ours, XLA forgets to where (openxla/xla#49121, in all versions),
+    # and adds their starts in the type that they have, which may be of 8 bits.
     if name == "dynamic_slice":
         (x, *starts), sizes = args, params["slice_sizes"]
         return [x, *map(_clamped, starts, x.shape, sizes)]
@@ -94,10 +82,8 @@ def _clamped(start: Any, length: int, size: int) -> Any:
 
 
 def call(closed: ClosedJaxpr, args: Sequence[Any]) -> Sequence[Any]:
-    """Evaluate a jaxpr as a call in what is being traced, without tracing it anew.
-
-    `jax.jit` of it would; the parameters of its primitive are another set in each version, so an empty one gives them.
-    """
+    """Evaluate a jaxpr as a call in what is being traced, without tracing it anew as `jax.jit` would."""
+    # Its primitive has other parameters in each version, so an empty call gives them.
     params = dict(_empty_call(jax.sharding.get_abstract_mesh()))
     for name, count in (("in", len(args)), ("out", len(closed.out_avals))):
         for kind in ("shardings", "layouts"):
@@ -112,11 +98,6 @@ def _empty_call(mesh: Any) -> dict[str, Any]:
     return jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0).eqns[0].params
 
 
-def name_stack(eqn: Any) -> str:
-    """In which `jax.named_scope`s and transformations an equation was traced (no public access)."""
-    return str(eqn.source_info.name_stack)
-
-
 def in_backward_pass(eqn: Any) -> bool:
     """Whether differentiation made an equation for its backward pass: its name stack says so."""
     return _transposed(eqn.source_info.name_stack)
@@ -128,10 +109,8 @@ def _transposed(stack: Any) -> bool:
 
 
 def user_line(eqn: Any) -> str:
-    """``file:line`` of the user's code that an equation comes from, or "" (no public access).
-
-    For an operation of a library (a layer, an optimizer) it is the line of the user's own code that calls the library.
-    """
+    """``file:line`` of the user's own code that an equation comes from or that calls the library which it comes from;
+    "" if unknown (no public access)."""
     theirs = ""
     for frame in source_info_util.user_frames(eqn.source_info.traceback):
         line = f"{frame.file_name}:{frame.start_line}"

@@ -13,12 +13,9 @@ from typing import Any
 
 
 def forget_name(array: Any) -> Any:
-    """The array; if a worker sent it in shared memory, this loses its name, and is freed whatever ends the process.
-
-    Grain removes the name when the array is deleted, and nothing deletes one that is still in use at exit (JAX keeps an
-    argument of a step as its own without a copy): Python then says that it was leaked. Grain has no public way to do it
-    earlier; a version that keeps its arrays otherwise needs nothing.
-    """
+    """The array; if a worker sent it in shared memory, this loses its name, and is freed whatever ends the process."""
+    # Grain removes the name with the array, but JAX may still use it at exit: Python then says that it was leaked. No
+    # public way does it earlier; a version that keeps its arrays otherwise needs nothing.
     if getattr(array, "_unlink_on_del", False):
         array.shm.unlink()
         array._unlink_on_del = False
@@ -27,10 +24,8 @@ def forget_name(array: Any) -> Any:
 
 @functools.cache
 def end_with_parent() -> None:
-    """In a worker: let it end when the process that started it is killed. Grain's wait for ever to hand over a batch.
-
-    (A death signal of the kernel would come when the thread ends that started it.)
-    """
+    """In a worker: end when the process that started it is killed. Grain's wait for ever to hand over a batch."""
+    # A death signal of the kernel would come when the thread ends that started it.
     parent = multiprocessing.parent_process()
 
     def wait(parent: Any) -> None:
@@ -42,11 +37,8 @@ def end_with_parent() -> None:
 
 
 def start_quiet_tracker() -> None:
-    """Have what removes the semaphores and shared memory of a process that is killed do so without a word.
-
-    It is a process of Python's, started with the first semaphore. At the end of a rank with workers it would list on
-    standard error what it removes. Filters are given to it by `sys.warnoptions` alone.
-    """
+    """Have what removes the semaphores and shared memory of a process that is killed do so without a word."""
+    # It is a process of Python's, started with the first semaphore; filters are given to it by `sys.warnoptions` alone.
     sys.warnoptions.append("ignore:resource_tracker")
     try:
         resource_tracker.ensure_running()
@@ -55,12 +47,10 @@ def start_quiet_tracker() -> None:
 
 
 def before_threads_end(call: Callable[[], None]) -> None:
-    """Run something when the main thread is at its end and executors of other threads still work.
-
-    `atexit` is too late for what a thread does with orbax meanwhile: before Python waits for its threads it forbids
-    new work for executors (`concurrent.futures.thread._python_exit`, which registers itself in the same way; what
-    registered last runs first). Python 3.9-3.14 have this and nothing public.
-    """
+    """Run something when the main thread is at its end and executors of other threads still work."""
+    # `atexit` is too late for what a thread does with orbax meanwhile: before Python waits for its threads it forbids
+    # new work for executors (`concurrent.futures.thread._python_exit`, which registers itself in the same way; what
+    # registered last runs first). Python 3.9-3.14 have this and nothing public.
     import concurrent.futures.process
     import concurrent.futures.thread  # noqa: F401
 

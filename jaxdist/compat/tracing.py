@@ -29,15 +29,8 @@ shard_map_p = _shard_map.shard_map_p
 
 def other_collectives() -> tuple[Any, ...]:
     """Primitives that name an axis and have no public name in every version."""
-    names = (
-        "pgather_p",
-        "pbroadcast_p",
-        "ragged_all_to_all_p",
-        "psend_p",
-        "precv_p",
-        "all_gather_reduced_p",
-        "preduced_p",
-    )
+    names = ("pgather_p", "pbroadcast_p", "ragged_all_to_all_p", "psend_p", "precv_p", "all_gather_reduced_p",
+             "preduced_p")  # fmt: skip
     return tuple(p for name in names if (p := getattr(_parallel, name, None)) is not None)
 
 
@@ -68,11 +61,9 @@ def trace_state_clean() -> bool:
 
 
 def under_no_mesh(function: Callable[A, R]) -> Callable[A, R]:
-    """A function that runs as if `jax.set_mesh` had not been called, whatever mesh the process or the caller has set.
-
-    Its axes keep their names: a step may name them in `jax.lax.with_sharding_constraint`, as under the older ``with
-    mesh:``, which sets no types of what is traced. Under tracing, where no mesh can be set, it runs as it is.
-    """
+    """A function that runs as if `jax.set_mesh` had not been called; under tracing, where none can be set, as it is."""
+    # The axes keep their names: a step may name them in `jax.lax.with_sharding_constraint`, as under the older `with
+    # mesh:`, which sets no types of what is traced.
 
     @functools.wraps(function)
     def call(*args: A.args, **kwargs: A.kwargs) -> R:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import re
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,9 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from jaxdist import compat
-from jaxdist.ir.interpreter import Found, axes_of, live, subjaxprs, walk
-from jaxdist.ir.primitives import MICROBATCHES, marked_by, shard_p
+from jaxdist.ir.interpreter import Found, axes_of, live, subjaxprs
 
 # These name an axis but send nothing.
 _SILENT = {"axis_index", "axis_size"}
@@ -114,17 +111,6 @@ def _each(
         yield digest(text, (*eqn.invars, *eqn.outvars)), text, Found(eqn, closed, within)
     text = f"{where}returns {', '.join(map(operand, jaxpr.outvars))}"
     yield digest(text, jaxpr.outvars), text, None
-
-
-def options(closed: ClosedJaxpr) -> list[Operation]:
-    """Return options of the jaxdist functions that a step calls, with the first call's lines."""
-    found: dict[str, str] = {}
-    for one in sorted(walk(closed), key=lambda one: len(one.within)):
-        if one.eqn.primitive is shard_p:
-            found.setdefault(marked_by(one.eqn.params), one.line)
-        for scope in re.findall(rf"{MICROBATCHES}(\d+)", compat.name_stack(one.eqn)):
-            found.setdefault(f"jaxdist.value_and_grad(microbatches={scope})", one.line)
-    return [Operation(text.encode(), text, found[text]) for text in sorted(found)]
 
 
 def _held(v: Any, value: Any) -> str:

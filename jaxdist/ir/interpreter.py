@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -56,8 +57,7 @@ def bodies(eqn: JaxprEqn) -> list[Body]:
     return []
 
 
-_WORTH_A_CALL, _LONGEST_CALL = 4, 256
-"""Numbers of equations."""
+_LONGEST_CALL = 256  # equations
 
 Rule = Callable[..., Any]
 """``rule(interpreter, eqn, *args) -> outputs`` (one value, or a sequence if there are several)."""
@@ -188,6 +188,8 @@ class Interpreter:
     of control flow and of ``jax.checkpoint`` are rewritten by the same rules and bound again.
     """
 
+    worth_a_call: float = 4  # equations
+
     def __init__(self, rules: Mapping[Primitive, Rule]):
         self.rules = dict(rules)
         self._contains: dict[int, tuple[Jaxpr, bool]] = {}
@@ -204,10 +206,9 @@ class Interpreter:
             return atom.val if isinstance(atom, Literal) else env[atom]
 
         eqns = live(jaxpr)
-        last = {v: i for i, eqn in enumerate(eqns) for v in eqn.invars if not isinstance(v, Literal)}
-        last.update((v, len(eqns)) for v in jaxpr.outvars if not isinstance(v, Literal))
+        last = _last_uses(eqns, jaxpr.outvars)
         for start, stop in self._stretches(eqns):
-            if stop - start < _WORTH_A_CALL:
+            if stop - start < self.worth_a_call:
                 for eqn in eqns[start:stop]:
                     outs = self.eval_eqn(eqn, *map(read, eqn.invars))
                     env.update(zip(eqn.outvars, outs, strict=True))
@@ -227,9 +228,11 @@ class Interpreter:
 
         Runs are bounded, because XLA takes long for a call with thousands of operands.
         """
-        start = 0
+        start, names = 0, {eqn.primitive.name for eqn in eqns}
+        # To fetch from the host's memory takes both; a call's types would not have that memory.
+        alone = {"device_put", "optimization_barrier"} if "device_put" in names else set()
         for i, eqn in enumerate(eqns):
-            if eqn.primitive in self.rules or has_effect(eqn) or self.touches(eqn):
+            if eqn.primitive in self.rules or eqn.primitive.name in alone or has_effect(eqn) or self.touches(eqn):
                 if start < i:
                     yield start, i
                 yield i, i + 1
@@ -271,6 +274,12 @@ class Interpreter:
         return any(cached(sub.jaxpr) for sub in subjaxprs(eqn))
 
 
+def _last_uses(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> dict[Any, int]:
+    """Map each variable to the position of its last use; that of results comes after all."""
+    uses = (*(eqn.invars for eqn in eqns), results)
+    return {v: k for k, atoms in enumerate(uses) for v in atoms if not isinstance(v, Literal)}
+
+
 def live(jaxpr: Jaxpr) -> list[JaxprEqn]:
     """Return equations that outputs depend on, marks, and effects other than naming a mesh axis."""
     needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
@@ -300,23 +309,14 @@ def held_at_once(jaxpr: Jaxpr) -> int:
 
     Arguments do not count, and a loop counts as one turn.
     """
-    eqns = list(live(jaxpr))
-    last: dict[Any, int] = {}
+    eqns = live(jaxpr)
+    last, change = _last_uses(eqns, jaxpr.outvars), [0] * (len(eqns) + 1)
     for k, eqn in enumerate(eqns):
-        last.update((v, k) for v in eqn.invars if not isinstance(v, Literal))
-    last.update((v, len(eqns)) for v in jaxpr.outvars if not isinstance(v, Literal))
-    sizes: dict[Any, int] = {}
-    now = most = 0
-    for k, eqn in enumerate(eqns):
-        for v in eqn.outvars:
-            if v in last:
-                sizes[v] = 0 if eqn.primitive.name in _FUSED else _bytes(v.aval)
-                now += sizes[v]
-        most = max(most, now + max((held_at_once(sub.jaxpr) for sub in subjaxprs(eqn)), default=0))
-        for v in {v for v in eqn.invars if not isinstance(v, Literal)}:
-            if last[v] == k:
-                now -= sizes.get(v, 0)
-    return most
+        for v in () if eqn.primitive.name in _FUSED else last.keys() & set(eqn.outvars):
+            change[k] += _bytes(v.aval)
+            change[min(last[v] + 1, len(eqns))] -= _bytes(v.aval)
+    inside = (max(map(held_at_once, (sub.jaxpr for sub in subjaxprs(eqn))), default=0) for eqn in eqns)
+    return max((own + more for own, more in zip(itertools.accumulate(change), inside, strict=False)), default=0)
 
 
 def _bytes(aval: Any) -> int:

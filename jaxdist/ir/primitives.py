@@ -6,7 +6,7 @@ Each communicator lowers the collectives; the lowering for XLA (`reduced`, ...) 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,10 +27,6 @@ above."""
 
 gather_shards_p = Primitive("jaxdist_all_gather")
 """The slices of all devices joined along ``dim``, without padding: ``size`` entries."""
-
-fetch_p = Primitive("jaxdist_fetch")
-"""The first ``count`` operands, copied from host to device once the others are computed."""
-fetch_p.multiple_results = True
 
 # --- marks
 
@@ -61,19 +57,6 @@ def mark(
         return x
     return shard_p.bind(x, role=role, level=level, within=within, split=split, offload=offload)
 
-
-def marked_by(params: Mapping[str, Any]) -> str:
-    """Return the call that bound :data:`shard_p` with these parameters, as text."""
-    if params["role"] == "requested":
-        call, names = "jaxdist.shard", ("within",)
-    else:
-        call, names = "jaxdist.zero", ("level", "within", "split", "offload")
-    given = (f"{name}={params[name]!r}" for name in names if params[name] not in (None, False) or name == "level")
-    return f"{call}({', '.join(given)})"
-
-
-MICROBATCHES = "microbatches_"
-"""The name of the scope around work that `jaxdist.value_and_grad` does in this many parts."""
 
 # --- slices
 
@@ -108,16 +91,6 @@ def reduced(x: Any, axes: tuple[str, ...], wire: str | None = None) -> Any:
     return lax.psum(x.astype(wire or x.dtype), axes).astype(x.dtype)
 
 
-def _fetched(_: Any, eqn: Any, *operands: Any) -> list[Any]:
-    count = eqn.params["count"]
-    xs = lax.optimization_barrier(operands)[:count] if len(operands) > count else operands
-    return [jax.device_put(x, jax.memory.Space.Device) for x in xs]
-
-
-FETCHED = {fetch_p: _fetched}
-"""A rule (see `ir.interpreter`) that computes :data:`fetch_p`."""
-
-
 def _shard_shape(aval: Any, dim: int, size: int) -> tuple[int, ...]:
     return (*aval.shape[:dim], size, *aval.shape[dim + 1 :])
 
@@ -133,9 +106,6 @@ reduce_shard_p.def_abstract_eval(
 gather_shards_p.def_abstract_eval(
     lambda aval, *, dim, size, **_: aval.update(shape=_shard_shape(aval, dim, size), weak_type=False)
 )
-
-
-fetch_p.def_abstract_eval(lambda *avals, count: list(avals[:count]))
 
 
 def _by_itself(primitive: Primitive, transpose: Callable[..., Any]) -> None:

@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxdist import compat
 from jaxdist.ir.interpreter import CONTROL_FLOW, called, has_effect
 from jaxdist.ir.operations import ADDITION, CONTRACTION, LINEAR, SHAPE_ONLY
+from jaxdist.placements import rules
 
 
 @dataclass(eq=False)
@@ -26,8 +27,7 @@ class Node:
     outs: tuple[int, ...]  # the numbers of its results
     backward: bool  # differentiation made it
     calls: tuple[JaxprEqn, ...] = ()  # the calls that it was inlined from, outermost first
-    # its factors, once requested (`jaxdist.placements.walk.Walk.factors`)
-    described: list[Any] = field(default_factory=list, init=False)
+    described: list[Any] = field(default_factory=list, init=False)  # its factors, once requested
     # what `Walk.by_factors` returned for its operands' placements
     by_factors: dict[Any, Any] = field(default_factory=dict, init=False)
 
@@ -70,6 +70,7 @@ class Classes(Generic[T]):
 _SAME = SHAPE_ONLY | {"convert_element_type"}
 TO_A_SUM = ADDITION | _SAME
 """The operations between a term and the sum that it is part of."""
+_DRAWS = {"random_bits", "random_fold_in", "random_gamma", "random_split"}
 
 
 @dataclass(eq=False)
@@ -114,6 +115,18 @@ class Block:
         while (made := self.makers.get(i)) is not None and made.name in _SAME:
             i = made.ins[0]
         return i
+
+    def shapes(self, values: Sequence[int]) -> list[tuple[int, ...]]:
+        return [self.avals[i].shape for i in values]
+
+    def factors(self, node: Node) -> rules.Factors | None:
+        """Return the loops of an operation."""
+        if not node.described:
+            shapes = self.shapes(node.ins), self.shapes(node.outs)
+            # Draws for one of several keys may depend on the others.
+            known = node.name not in _DRAWS or compat.draws_by_key(self.avals[node.ins[0]].dtype)
+            node.described.append(rules.factors(node.eqn.primitive, node.eqn.params, *shapes) if known else None)
+        return node.described[0]
 
     def new(self, aval: Any) -> int:
         self.avals.append(aval)

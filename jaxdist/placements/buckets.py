@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -79,7 +80,7 @@ class Fuse:
             if len(eqns) == 1:
                 return [eqns[0].primitive.bind(*parts, **eqns[0].params)]
             with jax.named_scope(f"bucket_of_{len(eqns)}"):  # for the log of `step.wire`, and for traces
-                return _TOGETHER[eqns[0].primitive](parts, eqns, _pieces if self.barriers else _pieces_of_one_kernel)
+                return _sent_together(parts, eqns, _pieces if self.barriers else _pieces_of_one_kernel)
 
         operands = [eqn.invars[0] for eqn in eqns] + ([] if cause is None else [cause])
         made, _, held = inlined(run, operands, self.axes, [eqn.outvars[0] for eqn in eqns])
@@ -249,34 +250,22 @@ _Unpack = Callable[[Any, Sequence[int]], list[Any]]
 """``unpack(x, sizes)``: `x` in pieces of these sizes along its last dimension."""
 
 
-def _reduced_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn], unpack: _Unpack) -> list[Any]:
-    """Reduce several tensors in one collective."""
-    whole = all_reduce_p.bind(jnp.concatenate([x.reshape(-1) for x in parts]), **eqns[0].params)
-    pieces = unpack(whole, [x.size for x in parts])
-    return [piece.reshape(x.shape) for piece, x in zip(pieces, parts, strict=True)]
-
-
-def _scattered_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn], unpack: _Unpack) -> list[Any]:
-    """Return this device's slices of several reductions; each device's slices are contiguous."""
-    params = eqns[0].params
-    rows = [slices(x, e.params["dim"], params["devices"]) for x, e in zip(parts, eqns, strict=True)]
-    flat = jnp.concatenate([r.reshape(r.shape[0], -1) for r in rows], 1)
-    mine = reduce_shard_p.bind(flat, **{**params, "dim": 0})
-    pieces = unpack(mine.reshape(-1), [r[0].size for r in rows])
-    return [piece.reshape(r.shape[1:]) for piece, r in zip(pieces, rows, strict=True)]
-
-
-def _gathered_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn], unpack: _Unpack) -> list[Any]:
-    """Gather several arrays from the slices of all devices."""
-    params = eqns[0].params
-    devices = params["devices"]
-    flat = jnp.concatenate([x.reshape(1, -1) for x in parts], 1)
-    whole = gather_shards_p.bind(flat, **{**params, "dim": 0, "size": devices})
-    pieces = unpack(whole, [x.size for x in parts])
-    return [
-        joined(piece.reshape(devices, *x.shape), e.params["dim"], e.params["size"])
-        for piece, x, e in zip(pieces, parts, eqns, strict=True)
-    ]
+def _sent_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn], unpack: _Unpack) -> list[Any]:
+    """Send several arrays in one collective, in rows: one for each device if each gets its own slices."""
+    primitive, params, eachs = eqns[0].primitive, dict(eqns[0].params), [eqn.params for eqn in eqns]
+    scatters, gathers = primitive is reduce_shard_p, primitive is gather_shards_p
+    rows = [slices(x, p["dim"], p["devices"]) for x, p in zip(parts, eachs, strict=True)] if scatters else parts
+    shapes = [x.shape[scatters:] for x in rows]
+    if scatters or gathers:
+        params["dim"] = 0
+    if gathers:
+        params["size"] = params["devices"]
+    flat = [x.reshape(params["devices"] if scatters else 1, -1) for x in rows]
+    whole = primitive.bind(jnp.concatenate(flat, 1), **params)
+    pieces = zip(unpack(whole, [math.prod(shape) for shape in shapes]), shapes, eachs, strict=True)
+    if gathers:
+        return [joined(piece.reshape(p["devices"], *shape), p["dim"], p["size"]) for piece, shape, p in pieces]
+    return [piece.reshape(shape) for piece, shape, _ in pieces]
 
 
 def _pieces(x: Any, sizes: Sequence[int]) -> list[Any]:
@@ -296,10 +285,3 @@ def _pieces_of_one_kernel(x: Any, sizes: Sequence[int]) -> list[Any]:
     places = [np.uint32(end - size) for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
     places = lax.cond(_always(x), lambda: places, lambda: [place + 1 for place in places])
     return [lax.dynamic_slice_in_dim(x, i, size, axis=x.ndim - 1) for i, size in zip(places, sizes, strict=True)]
-
-
-_TOGETHER = {
-    all_reduce_p: _reduced_together,
-    reduce_shard_p: _scattered_together,
-    gather_shards_p: _gathered_together,
-}

@@ -7,7 +7,7 @@ batch itself (``lax.map`` over examples) that carries nothing else runs each dev
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jaxdist import compat
 from jaxdist.ir.interpreter import CHECKPOINT, CONTROL_FLOW, INLINED, Interpreter, axes_of, bodies, retrace
 from jaxdist.mesh import AXIS, GROUP, Axis
 from jaxdist.placements.block import Node
-from jaxdist.placements.loops import inside, join, throughout
+from jaxdist.placements.loops import bound, inside, join, throughout
 from jaxdist.placements.strategy import Placed, Strategy, sliced
 from jaxdist.placements.summands import is_zero
 from jaxdist.placements.values import REPLICATED, Partial, Placement, Replicated, Split, form
@@ -30,11 +30,7 @@ from jaxdist.placements.walk import Walk, refuse, settled, special
 @special("cond")
 def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     given, gives, placed = _branches(walk, node, ins[1:])
-
-    def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
-        return emitter.bind(node, args, {**node.eqn.params, "branches": tuple(emitter.body(one) for one in placed)})
-
-    return Strategy([REPLICATED, *map(form, given)], gives, run, bodies=placed)
+    return Strategy([REPLICATED, *map(form, given)], gives, bound(placed), bodies=placed)
 
 
 @special(*CHECKPOINT)
@@ -160,6 +156,8 @@ _TYPED = {*INLINED, *CONTROL_FLOW}  # primitives whose bodies are typed; a kerne
 class _Untyped(Interpreter):
     """Evaluate the body of a typed ``shard_map`` in an untyped one."""
 
+    worth_a_call = math.inf  # it would keep types
+
     def __init__(self, axes: Sequence[str]) -> None:
         self.data = tuple(name for name in axes if name in (GROUP, AXIS))
         super().__init__(
@@ -169,12 +167,9 @@ class _Untyped(Interpreter):
                 compat.all_gather_invariant_p: lambda _, eqn, x: lax.all_gather(
                     x, eqn.params["axis_name"], axis=eqn.params["all_gather_dimension"], tiled=eqn.params["tiled"]
                 ),
-                primitives.reshape_p: lambda _, eqn, x, *__: lax.reshape(
-                    x, eqn.params["new_sizes"], eqn.params["dimensions"]
-                ),
             }
         )
-        for name in ("broadcast_in_dim_p", "reduce_sum_p", "iota_p", "dot_general_p"):
+        for name in ("reshape_p", "broadcast_in_dim_p", "reduce_sum_p", "iota_p", "dot_general_p"):
             self.rules[getattr(primitives, name)] = _without_sharding
 
     def eval_eqn(self, eqn: Any, *args: Any) -> Sequence[Any]:
@@ -189,9 +184,6 @@ class _Untyped(Interpreter):
             if eqn.primitive not in self.rules:
                 return compat.bind(eqn, eqn.params, args)
         return super().eval_eqn(eqn, *args)
-
-    def _stretches(self, eqns: Sequence[Any]) -> Iterator[tuple[int, int]]:
-        return iter([(i, i + 1) for i in range(len(eqns))])  # a call would keep types
 
     def touches(self, eqn: Any) -> bool:
         return eqn.primitive.name in _TYPED or (len(self.data) > 1 and AXIS in axes_of(eqn))

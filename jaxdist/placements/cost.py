@@ -34,12 +34,12 @@ def cost(placed: Placed, infer: Any, examples: int = 1, memory: bool = True) -> 
 
 def seconds(placed: Placed, machine: Machine, memory: bool = True) -> float:
     """Estimate the seconds that a device computes, without communication."""
-    own = 0.0
-    for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
-        own += node.turns * sum(seconds(body, machine, memory) for body in strategy.bodies)
-        if not strategy.bodies and strategy.make is None:
-            own += seconds_of(placed.block, node, strategy, machine, memory)
-    return own
+    return sum(
+        times * seconds_of(one.block, node, strategy, machine, memory)
+        for one, times in placed.blocks()
+        for node, strategy in zip(one.block.nodes, one.strategies, strict=True)
+        if not strategy.bodies and strategy.make is None
+    )
 
 
 def seconds_of(block: Block, node: Node, strategy: Strategy, machine: Machine, memory: bool = True) -> float:

@@ -7,6 +7,7 @@ one operation may take the same value as two operands.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ class Emitter:
         self.infer, self.placed, self.n, self.axis = infer, placed, infer.devices, infer.axis.name
         self.block, self.marks = placed.block, marks
         self._compressible, self._compress = compressible or {}, compress
-        self._forms: list[dict[Any, Any]] = [{} for _ in self.block.avals]
+        self._forms: defaultdict[int, dict[Any, Any]] = defaultdict(dict)
         self._makers: dict[int, tuple[Callable[..., Any], Node]] = {}
         self._formed: dict[int, Node] = {}  # values that are only a reshape of a stored one
         self._backward = False

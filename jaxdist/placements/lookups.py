@@ -9,7 +9,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxdist.placements.block import Node
 from jaxdist.placements.rules import FACTORS
-from jaxdist.placements.run import Cut, run_as_is
+from jaxdist.placements.run import run_as_is
 from jaxdist.placements.strategy import Strategy, nbytes
 from jaxdist.placements.summands import is_zero
 from jaxdist.placements.values import (
@@ -51,7 +51,7 @@ def _look_up(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
     assert isinstance(rows, Split)
     if 2 * nbytes(out) >= nbytes(walk.block.avals[node.ins[0]]):  # to gather it is less
         return Strategy([REPLICATED] * 2, [REPLICATED], run_as_is) if rows.stored else None
-    shape = walk.shapes(node.ins)[0]
+    shape = walk.block.shapes(node.ins)[0]
     last = [shape[d] - params["slice_sizes"][d] for d in numbers.start_index_map]
     fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP  # else XLA takes the nearest
 
@@ -73,12 +73,12 @@ def _look_up(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
 def _change(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Change each device's own rows; a deferred array is made in any slices requested."""
     rows, params = ins[0], node.eqn.params
-    numbers, shape = params["dimension_numbers"], walk.shapes(node.ins)[0]
+    numbers, shape = params["dimension_numbers"], walk.block.shapes(node.ins)[0]
     mapped = numbers.scatter_dims_to_operand_dims
     window = iter(
         d for d in range(len(shape)) if d not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     )
-    sizes = dict(zip(window, (walk.shapes(node.ins)[2][d] for d in numbers.update_window_dims), strict=True))
+    sizes = dict(zip(window, (walk.block.shapes(node.ins)[2][d] for d in numbers.update_window_dims), strict=True))
     last, clips = [shape[d] - sizes.get(d, 1) for d in mapped], params["mode"] == lax.GatherScatterMode.CLIP
 
     def change(emitter: Any, node: Node, xs: Sequence[Any], rows: Split, column: int) -> Any:
@@ -143,62 +143,44 @@ def _is(indices: Any, column: int) -> Any:
 # --- indices that are an example's own position, ``logits[jnp.arange(B), labels]``: local rows
 
 
-@special("gather", *(name for name in FACTORS if name.startswith("scatter")))
+@special("gather", *_SCATTERS)
 def _own_rows(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    """Take positions out of the indices: then the rows are a dimension of both that is only mapped over."""
     if not any(isinstance(p, Split) for p in ins):
         return None
-    numbers = node.eqn.params["dimension_numbers"]
-    if node.name == "gather":
-        single, mapped = numbers.collapsed_slice_dims, numbers.start_index_map
-    else:
-        single, mapped = numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims
-    described, shapes, operand = walk.factors(node), walk.shapes(node.ins), ins[0]
-    assert described is not None
-    for column, d in enumerate(mapped):
-        if d not in single or (isinstance(operand, Split) and operand.dim != d):
-            continue
-        row = _place(walk, node.ins[1], column)
-        if row is None or shapes[1][row] != shapes[0][d]:
-            continue
-        factor = described.operands[1][row]
-        if factor is None:  # a scatter that does not add: its updates need a factor as well
-            factor = 1 + max((f for dims in described.operands for f in dims if f is not None), default=-1)
-        if factor in described.operands[0]:  # the rows already run along a different dimension
-            continue
-        held = _with(described.operands[0], d, factor)
-        indices = _with(described.operands[1], row, factor)
-        others = list(described.operands[2:])
-        results = described.results
-        if node.name != "gather":
-            batch = [k for k in range(len(shapes[2])) if k not in numbers.update_window_dims]
-            others = [_with(others[0], batch[row], factor)]
-            results = (held,)
-        reduced = {f: kind for f, kind in described.reduced.items() if f != factor}
-        described = replace(described, operands=(held, indices, *others), results=results, reduced=reduced)
-        strategy = walk.by_factors(node, ins, described)
-        if strategy is not None and isinstance(strategy.run, Cut) and strategy.run.factor == factor:
-            return replace(strategy, run=_OwnRows(strategy.run, row, column))
+    operand, (whole, indices, *_) = ins[0], walk.block.shapes(node.ins)
+    _, single, mapped, _, along = node.eqn.params["dimension_numbers"]
+    found = [
+        (column, row)
+        for column, d in enumerate(mapped)
+        if d in single and (not isinstance(operand, Split) or operand.dim == d)
+        and (row := _place(walk, node.ins[1], column)) is not None and row not in along and indices[row] == whole[d]
+    ]  # fmt: skip
+    if not found:
         return None
-    return None
+    (column, row), *_ = found
+    mapping = _mapping(node, column, row)
+    if (strategy := walk.by_factors(mapping, ins, walk.block.factors(mapping))) is None:
+        return None
+
+    def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+        assert strategy.run is not None
+        return strategy.run(emitter, mapping, [xs[0], jnp.delete(xs[1], column, -1), *xs[2:]])
+
+    return replace(strategy, run=run)
 
 
-def _with(dims: tuple[int | None, ...], at: int, factor: int) -> tuple[int | None, ...]:
-    return (*dims[:at], factor, *dims[at + 1 :])
-
-
-@dataclass(frozen=True)
-class _OwnRows:
-    """A gather or scatter of local rows: one column of the indices becomes local positions."""
-
-    cut: Cut
-    row: int
-    column: int
-
-    def __call__(self, emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-        indices = jnp.asarray(xs[1])
-        own = lax.broadcasted_iota(indices.dtype, indices.shape, self.row)
-        column = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
-        return self.cut(emitter, node, [xs[0], jnp.where(column == self.column, own, indices), *xs[2:]])
+def _mapping(node: Node, column: int, row: int) -> Node:
+    """Return an operation that maps over a dimension of its operand and `row` of its indices, which
+    lack the column for that dimension."""
+    params = node.eqn.params
+    numbers = params["dimension_numbers"]  # of a gather or a scatter: the same five
+    window, single, mapped, dims, rows = numbers
+    pairs = sorted([*zip(dims, rows, strict=True), (mapped[column], row)])
+    single, left = ([d for d in of if d != mapped[column]] for of in (single, mapped))
+    new = type(numbers)(window, *map(tuple, (single, left, *zip(*pairs, strict=True))))
+    eqn = node.eqn.replace(params={**params, "dimension_numbers": new, "indices_are_sorted": False})
+    return Node(eqn, node.ins, node.outs, node.backward, node.calls)
 
 
 def _place(walk: Walk, i: int, column: int) -> int | None:

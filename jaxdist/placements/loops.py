@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from jaxdist.ir.interpreter import CONTROL_FLOW, bodies, has_effect
+from jaxdist.ir.interpreter import CONTROL_FLOW, bodies, has_effect, with_bodies
 from jaxdist.ir.operations import ADDITION, FOR_ITSELF
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.cost import seconds
@@ -100,6 +99,16 @@ def _after(a: Placement, b: Placement, needed: bool) -> Placement:
     return Partial(b.gradient, made=False)
 
 
+def bound(placed: Sequence[Placed]) -> Callable[..., Sequence[Any]]:
+    """Return a function that runs control flow with placed bodies."""
+
+    def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
+        made = {id(body.closed): emitter.body(one) for body, one in zip(bodies(node.eqn), placed, strict=True)}
+        return emitter.bind(node, args, with_bodies(node.eqn, lambda closed: made[id(closed)]))
+
+    return run
+
+
 def _loose(carry: Sequence[Placement]) -> frozenset[int]:
     return frozenset(k for k, p in enumerate(carry) if isinstance(p, Partial))
 
@@ -111,7 +120,7 @@ def _out(carry: Sequence[Placement]) -> list[Placement]:
 
 @special("scan")
 def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
-    infer, params = walk.infer, node.eqn.params
+    infer = walk.infer
     (body,) = bodies(node.eqn)
     first, rest = body.carry.start, body.carry.stop
     block = infer.block(body.closed, node.backward)
@@ -146,10 +155,7 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
         gives.append(Replicated() if isinstance(outer, Replicated) else outer)
     placed = place(consts, carry, xs, wants)
 
-    def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
-        return emitter.bind(node, args, {**params, "jaxpr": emitter.body(placed)})
-
-    return Strategy([form(p) for p in (*consts, *carry, *xs)], gives, run, bodies=[placed])
+    return Strategy([form(p) for p in (*consts, *carry, *xs)], gives, bound([placed]), bodies=[placed])
 
 
 def _stacked(walk: Walk, o: int, p: Placement, later: bool) -> Placement:
@@ -247,13 +253,7 @@ def _while(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     consts, _ = sliced(consts, [placed], lambda cut: [turn(cut, carry)])
     found = again(carry), turn(consts, carry, [form(p) for p in carry])
     takes = [form(p) for p in (*cond_consts, *consts, *carry)]
-    return Strategy(takes, _out(carry), functools.partial(_run_while, found), bodies=found)
-
-
-def _run_while(placed: tuple[Placed, Placed], emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
-    """Run a `while` with a placed condition and body."""
-    cond, body = map(emitter.body, placed)
-    return emitter.bind(node, args, {**node.eqn.params, "cond_jaxpr": cond, "body_jaxpr": body})
+    return Strategy(takes, _out(carry), bound(found), bodies=found)
 
 
 def _batched_while(
@@ -272,20 +272,18 @@ def _batched_while(
     infer, avals = walk.infer, [walk.block.avals[o] for o in node.outs]
     rank = len(cond.avals[cond.outputs[0]].shape)
 
-    def place(to: Form) -> tuple[Placed, Placed]:
-        carry = [to] * len(avals)
-        return infer.place(cond, [*cond_consts, *carry], [to]), infer.place(body, [*consts, *carry], carry)
+    def place(to: Placement, first: Sequence[Placement], rest: Sequence[Placement]) -> Strategy:
+        carry = [form(to)] * len(avals)
+        placed = infer.place(cond, [*first, *carry], carry[:1]), infer.place(body, [*rest, *carry], carry)
+        takes = [*map(form, (*first, *rest)), *carry]
+        return Strategy(takes, [to] * len(avals), bound(placed), bodies=placed)
 
     split = next((p for p in (*cond_consts, *consts, *ins) if isinstance(p, Split) and p.dim < rank), None)
     if split is not None and all(a.shape[split.dim] == split.outer * split.size for a in avals):
-        placed, carried = place(form(split)), replace(split, whole=False)
-        if all(_is_local(infer, one) for one in placed):
-            takes = [form(p) for p in (*cond_consts, *consts, *[carried] * len(avals))]
-            return Strategy(takes, [carried] * len(avals), functools.partial(_run_while, placed), bodies=placed)
-    cond_consts, consts = [REPLICATED] * len(cond_consts), [REPLICATED] * len(consts)
-    placed = place(REPLICATED)
-    whole = [REPLICATED] * len(avals)
-    return Strategy([REPLICATED] * len(ins), whole, functools.partial(_run_while, placed), bodies=placed)
+        own = place(replace(split, whole=False), cond_consts, consts)
+        if all(_is_local(infer, one) for one in own.bodies):
+            return own
+    return place(REPLICATED, [REPLICATED] * len(cond_consts), [REPLICATED] * len(consts))
 
 
 def _is_local(infer: Infer, placed: Placed) -> bool:

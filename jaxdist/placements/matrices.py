@@ -8,7 +8,7 @@ independent components, usually one per matrix; `jaxdist.placements.owners` deci
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,22 +32,9 @@ class Component:
     stage: int  # operations of a stage wait for the results of earlier stages
 
     def block(self, outer: Block) -> Block:
-        """These operations as a block of their own."""
-        block = Block()
-        at: dict[int, int] = {}
-
-        def number(i: int) -> int:
-            if i not in at:
-                at[i] = block.new(outer.avals[i])
-                if i in outer.known:
-                    block.known[at[i]] = outer.known[i]
-            return at[i]
-
-        block.inputs = [number(i) for i in self.ins]
-        block.nodes = block.traced = [
-            Node(n.eqn, tuple(map(number, n.ins)), tuple(map(number, n.outs)), n.backward, n.calls) for n in self.nodes
-        ]
-        block.outputs = [number(i) for i in self.outs]
+        """These operations as a block of their own, with the numbers of values that they have outside."""
+        known = {i: outer.known[i] for node in self.nodes for i in node.ins if i in outer.known}
+        block = Block(outer.avals, list(self.ins), known, self.nodes, self.nodes, list(self.outs))
         block.count_uses()
         return block
 
@@ -114,7 +101,6 @@ class _Finder:
         count = len(self.block.avals)
         self._stage, self._component = [0] * count, [-1] * count
         self._of_batch = [False] * count
-        self._small = [infer.choose(aval.shape) is None for aval in self.block.avals]  # or broadcast from such
         for i in self.block.inputs:
             self._of_batch[i] = _is_of_batch(placed.at[i]) or isinstance(placed.at[i], Partial)
         self._at: list[_Key] = []  # stage and component of each operation
@@ -132,9 +118,8 @@ class _Finder:
                   if self._component[i] >= 0 and self._stage[i] == stage}  # fmt: skip
         keys = any(jnp.issubdtype(self.block.avals[i].dtype, jax.dtypes.extended) for i in (*node.ins, *node.outs))
         inside = not of_batch and not keys and _is_pure(node, strategy, self._most)
-        if inside and not is_whole and len(set(joined.values())) > 1:
-            # Matrices meet in few numbers, such as a norm of all: no reason to join components.
-            inside = not any(self._small[i] for i in joined)
+        # Matrices meet in few numbers, such as a norm of all: only whole-matrix work joins components.
+        inside = inside and (is_whole or len(set(joined.values())) < 2)
         component = -1
         if not inside:
             stage += bool(joined)
@@ -146,7 +131,6 @@ class _Finder:
         self._alone.append(inside)
         for o in node.outs:
             self._stage[o], self._component[o] = stage, component
-            self._small[o] |= all(self._small[i] for i in node.ins)
 
     def _takes_all(self, k: int) -> bool:
         """Check whether an operation would gather returned slices, as picks from a sorted array do."""
@@ -188,34 +172,21 @@ class _Finder:
         return i not in self._results and all(k in own for k in self.block.users.get(i, ()))
 
     def _take_makers(self, own: _Places) -> None:
-        """Add operations that make their operands, for example a transposed copy of a matrix."""
-        count = 0
-        while count != len(own):
-            count = len(own)
-            for i in dict.fromkeys(i for k in own for i in self.block.nodes[k].ins if i in self._maker):
-                k = self._maker[i]
-                alone = self._at[k][1] < 0 and self._alone[k]
-                if alone and all(self._is_for(o, own) for o in self.block.nodes[k].outs):
-                    self._take(own, {k: None})
+        """Add operations that make their operands, for example a transposed copy of a matrix, unless
+        that sends more."""
+        taken = [i for k in own for i in self.block.nodes[k].ins]
+        for i in taken:  # grows
+            k = self._maker.get(i, -1)
+            if k < 0 or k in own or self._at[k][1] >= 0 or not self._alone[k]:
+                continue
+            node = self.block.nodes[k]
+            sent = sum(map(self._bytes, set(node.ins).difference(taken)))
+            if all(self._is_for(o, own) for o in node.outs) and sent <= sum(map(self._bytes, node.outs)):
+                own[k] = None
+                taken += node.ins
 
-    def _take(self, own: _Places, more: _Places) -> None:
-        """Add operations to a component if that reduces the bytes sent."""
-        more = {k: None for k in more if k not in own}
-        nodes = [self.block.nodes[k] for k in more]
-        values = {i for node in nodes for i in (*node.ins, *node.outs)}
-        without = self._sent(values, own) + sum(self._moved[k] for k in more)
-        if self._sent(values, {**own, **more}) < without:
-            own.update(more)
-
-    def _sent(self, values: Collection[int], own: _Places) -> int:
-        """Return the bytes of some values that are sent to these operations and back."""
-
-        def travels(i: int) -> bool:
-            if self._maker.get(i) in own:
-                return not self._is_for(i, own)
-            return isinstance(self.placed.at[i], Split) and any(k in own for k in self.block.users.get(i, ()))
-
-        return sum(nbytes(self.block.avals[i]) for i in values if travels(i))
+    def _bytes(self, i: int) -> int:
+        return nbytes(self.block.avals[i]) if isinstance(self.placed.at[i], Split) else 0
 
 
 def _is_of_batch(p: Placement) -> bool:

@@ -11,14 +11,17 @@ Reference: Ren et al., *ZeRO-Offload*, USENIX ATC 2021 (there the host computes 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxdist.errors import StepError
 from jaxdist.ir.interpreter import Interpreter, called, inlined, live, renamed, retrace
-from jaxdist.ir.primitives import fetch_p, shard_p
+from jaxdist.ir.primitives import shard_p
 from jaxdist.mesh import Axis
 
 _STAGES = 16
@@ -75,11 +78,10 @@ def staged(closed: ClosedJaxpr, offloaded: Mapping[int, int | None], axes: Seque
 class _Flat(Interpreter):
     """Evaluate operations one by one, with calls inlined."""
 
+    worth_a_call = math.inf
+
     def touches(self, eqn: JaxprEqn) -> bool:
         return called(eqn) is not None
-
-    def _stretches(self, eqns: Sequence[JaxprEqn]) -> Iterator[tuple[int, int]]:
-        return ((i, i + 1) for i in range(len(eqns)))
 
 
 def _origins(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], offloaded: Mapping[int, int | None]) -> dict[Any, _Origin]:
@@ -128,7 +130,8 @@ def _fetching(own: Sequence[Any], after: Sequence[Any], names: dict[Any, Any], a
     """Return operations that fetch variables after others; add the new names to `names`."""
 
     def fetch(*operands: Any) -> list[Any]:
-        return fetch_p.bind(*operands, count=len(own))
+        xs = lax.optimization_barrier(operands) if after else operands
+        return [jax.device_put(x, jax.memory.Space.Device) for x in xs[: len(own)]]
 
     eqns, fetched, _ = inlined(fetch, renamed([*own, *after], names), axes)
     names.update(zip(own, fetched, strict=True))

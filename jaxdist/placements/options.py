@@ -87,7 +87,7 @@ def _groups(walk: Walk) -> list[Choice]:
     classes = Classes[Hashable]()
     offers = [(node, one.name) for node, one in walk.offers]
     for node, name in offers:
-        for tie in (*_ties(walk, node), (node.name, node.line, *walk.shapes(node.ins))):
+        for tie in (*_ties(walk, node), (node.name, node.line, *walk.block.shapes(node.ins))):
             classes.tie((id(node), name), (name, tie))
     groups: dict[Hashable, dict[int, str]] = {}
     for node, name in offers:

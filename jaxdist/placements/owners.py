@@ -117,44 +117,22 @@ def _chosen(infer: Any, placed: Placed, costs: _Costs, found: Sequence[Component
             musts.append(one)
         else:
             others.append((one, slices))
-    chosen = _cheapest(musts, others, link)
-    if not chosen:
-        return stacks
-    _assign(chosen, n)
-    return [*stacks, [one for one in whole if one in chosen]]
-
-
-def _cheapest(musts: Sequence[Work], others: Sequence[tuple[Work, float]], link: Link) -> list[Work]:
-    """Choose the work that owners finish in less time than slices.
-
-    Work with the most bytes stays on slices first: a giant's owner finishes long after the others.
-    """
-    others = sorted(others, key=lambda other: other[0].sent)
+    # A giant's owner finishes long after the others: what sends most stays on slices first.
+    others.sort(key=lambda other: other[0].sent)
     ways = [[*musts, *(one for one, _ in others[:k])] for k in range(len(others) + 1)]
-    costs = [_time(way, link) + sum(slices for _, slices in others[k:]) for k, way in enumerate(ways)]
-    return ways[costs.index(min(costs))]
+    times = [_assign(way, n, link) + sum(slices for _, slices in others[k:]) for k, way in enumerate(ways)]
+    chosen = ways[times.index(min(times))]
+    _assign(chosen, n, link)
+    return [*stacks, [one for one in whole if one in chosen]] if chosen else stacks
 
 
-def _time(works: Sequence[Work], link: Link) -> float:
-    """Return the seconds of the busiest device, including communication with it."""
-    if not works:
-        return 0
-    n = link.devices
-    _assign(works, n)
-    load, sent = [0.0] * n, [0] * n
-    for one in works:
-        load[one.owner or 0] += one.seconds
-        sent[one.owner or 0] += one.sent
-    return max(load) + max(sent) / link.bandwidth + 2 * link.latency
-
-
-def _assign(works: Sequence[Work], n: int) -> None:
-    """Assign the largest work first, each to the least loaded device."""
+def _assign(works: Sequence[Work], n: int, link: Link) -> float:
+    """Assign the largest work first, each to the least loaded device; return the seconds until all is done."""
     devices = [(0.0, i) for i in range(n)]
     for one in sorted(works, key=lambda one: -one.seconds):
-        load, i = heapq.heappop(devices)
-        one.owner = i
-        heapq.heappush(devices, (load + one.seconds, i))
+        load, one.owner = heapq.heappop(devices)
+        heapq.heappush(devices, (load + one.seconds + one.sent / link.bandwidth, one.owner))
+    return max(devices)[0] + 2 * link.latency * bool(works)
 
 
 _Costs = tuple[dict[int, float], set[int]]

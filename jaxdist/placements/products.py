@@ -13,6 +13,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,9 +22,8 @@ import jax.numpy as jnp
 from jaxdist.mesh import GROUP, SEQUENCE
 from jaxdist.placements.block import TO_A_SUM, Node
 from jaxdist.placements.rules import Factors
-from jaxdist.placements.run import Cut
 from jaxdist.placements.strategy import IN_PLACE, Strategy, nbytes
-from jaxdist.placements.values import PARTIAL, REPLICATED, Form, Partial, Placement, Split, form, is_wide, tile
+from jaxdist.placements.values import REPLICATED, Partial, Placement, Split, form, tile
 from jaxdist.placements.walk import Walk, offer
 
 NAME = "send the examples"
@@ -32,7 +32,7 @@ NAME = "send the examples"
 
 @offer("dot_general", "conv_general_dilated", "gather", "scatter-add", "scatter_add")
 def _product(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    described = walk.factors(node)
+    described = walk.block.factors(node)
     batch = [k for k, p in enumerate(ins) if isinstance(p, Split) and not p.stored]
     kept = [k for k, p in enumerate(ins) if isinstance(p, Split) and p.stored]
     if described is None or not batch or len(node.outs) > 1:
@@ -65,17 +65,13 @@ def _with_slices(
         return None
     out = walk.block.avals[node.outs[0]]
     back = tile(result.index(example), out.shape[result.index(example)], walk.n)
-    kind = described.reduced.get(cut)
-    if cut in result:  # each device: some columns of all rows
-        made: Split | Partial = tile(result.index(cut), weight.size, walk.n)
-    elif kind == "sum" and is_wide(out.dtype):  # each device: all columns of all rows, a summand
-        made = PARTIAL
-    else:
+    strategy = walk.cut(node, ins, described, cut, weight)  # some columns of all rows, or summands of all
+    if strategy is None:
         return None
-    takes = [form(weight.at(dims.index(cut))) if cut in dims else REPLICATED for dims in described.operands]
-    if not _fits(walk, node, ins, takes, walk.block.avals[node.ins[kept]], made if isinstance(made, Partial) else None):
+    summands = out if isinstance(strategy.gives[0], Partial) else None
+    if not _fits(walk, node, ins, strategy, walk.block.avals[node.ins[kept]], summands):
         return None
-    return Strategy(takes, [made], Cut(described, cut, weight, kind), instead=IN_PLACE, then=[back], name=NAME)
+    return replace(strategy, instead=IN_PLACE, then=[back], name=NAME)
 
 
 def _in_slices(walk: Walk, node: Node, ins: Sequence[Placement], described: Factors, example: int) -> Strategy | None:
@@ -91,11 +87,11 @@ def _in_slices(walk: Walk, node: Node, ins: Sequence[Placement], described: Fact
     if dim is None or described.reduced.get(example) != "sum" or (cut := result[dim]) is None:
         return None
     slices = walk.infer.shard(dim, out.shape[dim])
-    takes = [form(slices.at(dims.index(cut))) if cut in dims else REPLICATED for dims in described.operands]
-    if slices.is_padded(walk.n) or not _fits(walk, node, ins, takes, out):
+    strategy = walk.cut(node, ins, described, cut, slices)
+    if strategy is None or slices.is_padded(walk.n) or not _fits(walk, node, ins, strategy, out):
         return None
     then = [REPLICATED] if gathered else ()
-    return Strategy(takes, [slices], Cut(described, cut, slices, None), instead=IN_PLACE, then=then, name=NAME)
+    return replace(strategy, gives=[slices], instead=IN_PLACE, then=then, name=NAME)
 
 
 def _is_added_up_elsewhere(walk: Walk, o: int) -> bool:
@@ -106,22 +102,12 @@ def _is_added_up_elsewhere(walk: Walk, o: int) -> bool:
     return after is not None and after.name == "jaxdist_all_reduce"
 
 
-def _of_batch(walk: Walk, node: Node, ins: Sequence[Placement]) -> list[tuple[int, Any]]:
-    """Return the operands that belong to the batch, with their types."""
-    return [
-        (k, walk.block.avals[i])
-        for k, (p, i) in enumerate(zip(ins, node.ins, strict=True))
-        if isinstance(p, Split) and not p.stored
-    ]
-
-
-def _fits(
-    walk: Walk, node: Node, ins: Sequence[Placement], takes: Sequence[Form], weight: Any, made: Partial | None = None
-) -> bool:
+def _fits(walk: Walk, node: Node, ins: Sequence[Placement], strategy: Strategy, weight: Any, made: Any = None) -> bool:
     """Check that the batch values that each device holds whole are at most as large as its slice of
     a weight, so that they do not use up the memory saved."""
-    whole = sum(nbytes(aval) for k, aval in _of_batch(walk, node, ins) if not isinstance(takes[k], Split))
-    whole += nbytes(walk.block.avals[node.outs[0]]) if made else 0
+    operands = zip(ins, strategy.takes, node.ins, strict=True)
+    batch = [(to, walk.block.avals[i]) for p, to, i in operands if isinstance(p, Split) and not p.stored]
+    whole = sum(nbytes(aval) for to, aval in batch if not isinstance(to, Split)) + (nbytes(made) if made else 0)
     return whole <= nbytes(weight) // walk.n
 
 
@@ -136,31 +122,29 @@ def _fits(
 def _heads(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Multiply two values in slices, cut along a dimension that both and the result have."""
     p, q = ins
-    described = walk.factors(node)
+    described = walk.block.factors(node)
     if walk.infer.axis.name != SEQUENCE or described is None or not isinstance(p, Split) or not isinstance(q, Split):
         return None
     if any(one.whole or one.stored or one.outer > 1 or one.is_padded(walk.n) for one in (p, q)):
         return None
     (a, b), (result,) = described.operands, described.results
-    sizes = dict(zip(result, walk.shapes(node.outs)[0], strict=True))
+    sizes = dict(zip(result, walk.block.shapes(node.outs)[0], strict=True))
     heads = [f for f in result if f in a and f in b and sizes[f] % walk.n == 0]
     along = a[p.dim], b[q.dim]
     if not heads or None in along or along[0] == along[1]:
         return None
     factor = next((f for f in along if f in heads), heads[-1])
     assert factor is not None
-    takes = [form(tile(dims.index(factor), sizes[factor], walk.n)) for dims in (a, b)]
-    made = tile(result.index(factor), sizes[factor], walk.n)
+    strategy = walk.cut(node, ins, described, factor, tile(0, sizes[factor], walk.n))
     back = _places(walk, node, described, (p, q), factor)
-    run = Cut(described, factor, tile(0, sizes[factor], walk.n), None)
     then = [form(tile(result.index(back), sizes[back], walk.n))] if back is not None else ()
-    return Strategy(takes, [made], run, then=then, name="send the heads")
+    return strategy and replace(strategy, then=then, name="send the heads")
 
 
 def _places(walk: Walk, node: Node, described: Factors, ins: tuple[Split, Split], heads: int) -> int | None:
     """Return the result's factor along one sequence, or None if it has two or none."""
     found = set[int | None]()
-    for p, other, dims, shape in zip(ins, ins[::-1], described.operands, walk.shapes(node.ins), strict=True):
+    for p, other, dims, shape in zip(ins, ins[::-1], described.operands, walk.block.shapes(node.ins), strict=True):
         if dims[p.dim] != heads:
             found.add(dims[p.dim])
         else:  # this compares positions: take factors as long as the other operand's

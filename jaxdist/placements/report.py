@@ -12,7 +12,7 @@ from pathlib import Path
 from jaxdist.mesh import AXIS, GROUP, MODEL
 from jaxdist.placements.block import Node
 from jaxdist.placements.cost import flops
-from jaxdist.placements.strategy import IN_PLACE, UNKNOWN, Placed
+from jaxdist.placements.strategy import IN_PLACE, Placed
 from jaxdist.placements.values import REPLICATED, Split
 
 _WORTH_SAYING = 0.01
@@ -97,24 +97,21 @@ def text(found: Sequence[Row], verbose: bool) -> str:
 
 def warning(over: Sequence[Placed]) -> str:
     """Return a warning for a step about to be compiled, or "" if there is nothing to report."""
-    lines = []
-    for row in () if unsplit(_over_data(over)) else rows(over):
-        what = f"{row.operation} at {_short(row.line)}" if row.line else row.operation
-        if row.what == "repeated" and row.axis != MODEL and row.share > _WORTH_SAYING:  # it has no examples to divide
-            lines.append(f"{what} is computed by every device: {row.share:.0%} of its work")
-        elif row.why == IN_PLACE:
-            continue
-        elif _of_batch(row.what) and row.operation not in ("shard_map", "jaxdist_own_code"):  # asked for
-            kind = row.what.removesuffix(" of activations")
-            unknown = f": {row.why}" if row.why == UNKNOWN else ""
-            lines.append(f"{what} moves {in_words(row.bytes)} of activations ({kind}){unknown}")
-        elif row.what.endswith("of shards") and row.why:
-            lines.append(f"{what} gathers {in_words(row.bytes)} from shards: {row.why}")
+    lines = [] if unsplit(_over_data(over)) else [str(row) for row in rows(over) if _is_slow(row)]
     if not lines:
         return ""
     more = [f"and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
     first = "operations across examples cost communication or repeated work; see jaxdist.explain:"
     return "\n  ".join([first, *lines[:_MOST_LINES], *more])
+
+
+def _is_slow(row: Row) -> bool:
+    """Check whether a row is worth a warning: work that the user can avoid, and has not asked for."""
+    if row.what == "repeated":
+        return row.axis != MODEL and row.share > _WORTH_SAYING  # the model axis has no examples to divide
+    if row.why == IN_PLACE or row.operation in ("shard_map", "jaxdist_own_code"):
+        return False
+    return _of_batch(row.what) or (row.what.endswith("of shards") and bool(row.why))
 
 
 def _short(line: str) -> str:

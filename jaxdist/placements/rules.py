@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from jax import lax
 from jax.extend.core import Primitive
 
 from jaxdist.ir.operations import is_elementwise
@@ -42,18 +43,6 @@ class Factors:
     params: Callable[[Mapping[str, Any], int, Split], Mapping[str, Any]] | None = None
 
 
-def along(*shapes: tuple[int, ...], results: tuple[tuple[int, ...], ...], axes: tuple[int, ...] = ()) -> Factors:
-    """Return the factors of an operation on operands of one shape that needs `axes` whole."""
-    out = results[0]
-
-    def dims(shape: tuple[int, ...]) -> Dims:
-        if len(shape) != len(out):
-            return (None,) * len(shape)
-        return tuple(None if d in axes or (n == 1 and out[d] != 1) else d for d, n in enumerate(shape))
-
-    return Factors(tuple(map(dims, shapes)), tuple(map(dims, results)))
-
-
 Shapes = Sequence[tuple[int, ...]]
 Rule = Callable[[Mapping[str, Any], Shapes, Shapes], Factors | None]
 """``rule(params, shapes of operands, shapes of results)``; returns None to compute it whole."""
@@ -73,7 +62,9 @@ def _elementwise(ins: Shapes, outs: Shapes) -> Factors | None:
         return None
     if any(s and len(s) != len(outs[0]) for s in ins):  # a bitcast that adds or takes the last dimension
         return None
-    return along(*ins, results=tuple(outs))
+    long = outs[0]
+    dims = tuple(tuple(None if n == 1 != long[d] else d for d, n in enumerate(shape)) for shape in (*ins, *outs))
+    return Factors(dims[: len(ins)], dims[len(ins) :])
 
 
 # --- one operand, dimensions that move
@@ -83,10 +74,29 @@ def _transpose(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
     return Factors((tuple(range(len(ins[0]))),), (tuple(params["permutation"]),))
 
 
-def _squeeze(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-    gone = set(params["dimensions"])
-    operand = tuple(range(len(ins[0])))
-    return Factors((tuple(None if d in gone else d for d in operand),), (tuple(d for d in operand if d not in gone),))
+def _broadcast(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors | None:
+    if len(ins) > 1:  # its shape depends on values
+        return None
+    (old,), (new,), to = ins, outs, map(int, params["broadcast_dimensions"])
+    operand = tuple(d if n == new[d] else None for n, d in zip(old, to, strict=True))
+    return Factors((operand,), (tuple(range(len(new))),), params=_sized("shape"))
+
+
+def _without(name: str) -> Rule:
+    """Return the rule of an operation whose longer values alone have some dimensions, which must be
+    whole: a parameter names them."""
+
+    def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+        gone, rank = set(np.ravel(params[name]).tolist()), max(map(len, (*ins, *outs)))
+        long = tuple(None if d in gone else d for d in range(rank))
+        short = tuple(d for d in range(rank) if d not in gone)
+
+        def dims(shape: tuple[int, ...]) -> Dims:
+            return long if len(shape) == rank else short if shape else ()
+
+        return Factors(tuple(map(dims, ins)), tuple(map(dims, outs)))
+
+    return rule
 
 
 def _sized(name: str) -> Callable[[Mapping[str, Any], int, Split], Mapping[str, Any]]:
@@ -105,8 +115,8 @@ def _keeps(whether: Whether, sized: str | None = None) -> Rule:
 
     def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
         kept = tuple(d if keep else None for d, keep in enumerate(whether(params, ins, outs)))
-        operands = tuple(kept if len(shape) == len(kept) else (None,) * len(shape) for shape in ins)
-        return Factors(operands, (kept,) * len(outs), params=_sized(sized) if sized else None)
+        dims = [kept if len(shape) == len(kept) else (None,) * len(shape) for shape in (*ins, *outs)]
+        return Factors(tuple(dims[: len(ins)]), tuple(dims[len(ins) :]), params=_sized(sized) if sized else None)
 
     return rule
 
@@ -118,21 +128,11 @@ def _equal(a: Sequence[int], b: Sequence[int], strides: Sequence[int] | None = N
 def _along(*names: str) -> Rule:
     """Return the rule of an operation that needs the dimensions named by these parameters whole."""
 
-    def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-        axes = [a for name in names for a in np.ravel(params[name]).tolist()]
-        return along(*ins, results=tuple(outs), axes=tuple(a % len(ins[0]) for a in axes))
+    def whether(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Iterator[bool]:
+        axes = {a % len(ins[0]) for name in names for a in np.ravel(params[name]).tolist()}
+        return (d not in axes for d in range(len(ins[0])))
 
-    return rule
-
-
-def _stack(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-    axis, operand = params["axis"], tuple(range(len(ins[0])))
-    return Factors((operand,) * len(ins), ((*operand[:axis], None, *operand[axis:]),))
-
-
-def _unstack(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-    axis, result = params["axis"], tuple(range(len(outs[0])))
-    return Factors(((*result[:axis], None, *result[axis:]),), (result,) * len(outs))
+    return _keeps(whether)
 
 
 # --- reductions
@@ -145,15 +145,6 @@ def _reduce(kind: str) -> Rule:
         return Factors((operand,), (tuple(d for d in operand if d not in axes),), reduced=dict.fromkeys(axes, kind))
 
     return rule
-
-
-def _reduce_locally(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-    """Reduce over dimensions that must be whole."""
-    axes = params["axes"] if "axes" in params else params["dimensions"]
-    rank = len(ins[0])
-    operand = tuple(None if d in axes else d for d in range(rank))
-    result = tuple(d for d in range(rank) if d not in axes)
-    return Factors(tuple(operand if s else () for s in ins), (result,) * len(outs))
 
 
 # --- contractions
@@ -246,30 +237,17 @@ def _scatter(kind: str | None) -> Rule:
     """Return the rule of a scatter, which adds its updates up if there is a ``kind``."""
 
     def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-        numbers = params["dimension_numbers"]
-        operand: list[int | None] = [None] * len(ins[0])
-        indices: list[int | None] = [None] * len(ins[1])
-        updates: list[int | None] = [None] * len(ins[2])
-        count = 0
-        reduced: dict[int, str] = {}
-        batch = [d for d in range(len(ins[2])) if d not in numbers.update_window_dims]
-        batching = dict(zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True))
-        for i, d in enumerate(batch):
-            if i in batching:
-                operand[batching[i]] = indices[i] = updates[d] = count
-            elif kind:
-                indices[i] = updates[d] = count
-                reduced[count] = kind
-            count += 1
-        gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-        window = [d for d in range(len(ins[0])) if d not in gone]
-        for d, u in zip(window, numbers.update_window_dims, strict=True):
-            if ins[0][d] == ins[2][u] and d not in numbers.scatter_dims_to_operand_dims:
-                operand[d] = updates[u] = count
-                count += 1
-        return Factors(
-            (tuple(operand), tuple(indices), tuple(updates)), (tuple(operand),), reduced=reduced, onto=0, masked=(2,)
-        )
+        numbers = lax.GatherDimensionNumbers(*params["dimension_numbers"])  # of a gather of what it changes
+        window = iter(ins[2][d] for d in numbers.offset_dims)
+        gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+        sizes = tuple(1 if d in gone else next(window) for d in range(len(ins[0])))
+        taken = _gather({"dimension_numbers": numbers, "slice_sizes": sizes}, ins[:2], ins[2:])
+        (operand, indices), (updates,) = taken.operands, taken.results
+        several = {f for f in indices if f is not None and f not in operand}
+        if not kind:
+            indices, updates = (tuple(None if f in several else f for f in dims) for dims in (indices, updates))
+        reduced = dict.fromkeys(sorted(several), kind) if kind else {}
+        return Factors((operand, indices, updates), (operand,), reduced=reduced, onto=0, masked=(2,))
 
     return rule
 
@@ -310,7 +288,9 @@ def einsum(equation: str) -> Rule:
 
 
 FACTORS: dict[str, Rule] = {
-    "transpose": _transpose, "squeeze": _squeeze, "stack": _stack, "unstack": _unstack,
+    "transpose": _transpose, "broadcast_in_dim": _broadcast, "squeeze": _without("dimensions"),
+    **dict.fromkeys(("stack", "unstack"), _without("axis")), "reduce": _without("dimensions"),
+    **dict.fromkeys(("reduce_prod", "reduce_xor", "argmax", "argmin"), _without("axes")),
     "slice": _keeps(lambda params, ins, outs: _equal(ins[0], outs[0], params["strides"]), "limit_indices"),
     "dynamic_slice": _keeps(lambda params, ins, outs: _equal(ins[0], outs[0]), "slice_sizes"),
     "dynamic_update_slice": _keeps(lambda params, ins, outs: _equal(ins[0], ins[1])),
@@ -320,7 +300,6 @@ FACTORS: dict[str, Rule] = {
     **dict.fromkeys(("split", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"), _along("axis")),
     "reduce_sum": _reduce("sum"), "reduce_max": _reduce("max"), "reduce_min": _reduce("min"),
     "reduce_or": _reduce("or"), "reduce_and": _reduce("and"),
-    **dict.fromkeys(("reduce_prod", "reduce_xor", "reduce", "argmax", "argmin"), _reduce_locally),
     "dot_general": _dot_general, "conv_general_dilated": _convolution,
     **dict.fromkeys(
         ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",

@@ -31,15 +31,16 @@ def run_wide(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
     return emitter.bind(node, xs, eqn.params)
 
 
-def make_elementwise(emitter: Any, node: Node, to: Any) -> Any:
-    """Make a deferred value from its operands in the same form."""
-    shape = emitter.block.avals[node.outs[0]].shape
-    xs = []
-    for i in node.ins:
-        own = emitter.block.avals[i].shape
-        same = isinstance(to, Split) and own and (own[to.dim] == shape[to.dim])
-        xs.append(emitter.take(i, to if same else REPLICATED))
-    return emitter.bind(node, xs)[0]
+def make_in_form(emitter: Any, node: Node, to: Any) -> Any:
+    """Make a deferred value from the same slices of its operands."""
+    described, params = emitter.block.factors(node), node.eqn.params
+    if not isinstance(to, Split) or described is None:  # a bitcast may add a dimension
+        return make_whole(emitter, node, to)
+    factor = described.results[0][to.dim]
+    takes = [to.at(dims.index(factor)) if factor in dims else REPLICATED for dims in described.operands]
+    if described.params is not None:
+        params = described.params(params, factor, to)
+    return emitter.bind(node, list(map(emitter.take, node.ins, takes)), params)[0]
 
 
 def make_whole(emitter: Any, node: Node, to: Any) -> Any:

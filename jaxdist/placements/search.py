@@ -21,7 +21,6 @@ import jax.numpy as jnp
 
 from jaxdist.errors import StepError
 from jaxdist.ir.interpreter import CONTROL_FLOW, bodies
-from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Classes, Node
 from jaxdist.placements.cost import cost, descend
 from jaxdist.placements.infer import Infer
@@ -110,28 +109,22 @@ class _Classes:
         self._numbers[block] = len(self._numbers)
         self.operations += len(block.nodes)
         for node in block.nodes:
-            ins, outs = ([block.avals[i].shape for i in values] for values in (node.ins, node.outs))
-            params = node.eqn.params
             if node.name == "reshape":
-                for d, size in enumerate(ins[0]):
-                    to = reshaped(tile(d, size, self._devices), ins[0], outs[0]) if math.prod(ins[0]) else None
+                ins, outs = block.shapes((node.ins[0], node.outs[0]))
+                for d, size in enumerate(ins):
+                    to = reshaped(tile(d, size, self._devices), ins, outs) if math.prod(ins) else None
                     if to is not None and to.outer == 1:
                         self._ties.tie(self._at(block, node.ins[0], d), self._at(block, node.outs[0], to.dim))
-            elif node.name == "broadcast_in_dim":
-                for d, o in enumerate(params["broadcast_dimensions"]):
-                    if ins[0][d] == outs[0][o]:
-                        self._ties.tie(self._at(block, node.ins[0], d), self._at(block, node.outs[0], int(o)))
             elif node.name in CONTROL_FLOW:
                 self._bodies(block, node)
-            elif (described := rules.factors(node.eqn.primitive, params, ins, outs)) is not None:
+            elif (described := block.factors(node)) is not None:
                 seen: dict[int, Dimension] = {}
                 values = zip((*node.ins, *node.outs), (*described.operands, *described.results), strict=True)
                 for value, dims in values:
                     for d, factor in enumerate(dims):
                         if factor is not None:
-                            self._ties.tie(
-                                self._at(block, value, d), seen.setdefault(factor, self._at(block, value, d))
-                            )
+                            own = self._at(block, value, d)
+                            self._ties.tie(own, seen.setdefault(factor, own))
 
     def _bodies(self, block: Block, node: Node) -> None:
         """Operands and results of control flow are inputs and outputs of its bodies; a loop's carry is both."""

@@ -15,7 +15,7 @@ from jax import lax
 from jaxdist import compat
 from jaxdist.ir.primitives import count_p, counts
 from jaxdist.placements.block import Node
-from jaxdist.placements.run import make_whole, run_as_is
+from jaxdist.placements.run import make_in_form, make_whole
 from jaxdist.placements.strategy import Strategy
 from jaxdist.placements.values import DEFERRED, REPLICATED, Deferred, Placement, Replicated, Split, form, reshaped
 from jaxdist.placements.walk import Walk, special
@@ -26,7 +26,7 @@ def _reshape(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
     p = ins[0]
     if len(ins) > 1 or node.eqn.params["dimensions"] is not None:
         return None
-    old, new = walk.shapes(node.ins)[0], walk.shapes(node.outs)[0]
+    old, new = walk.block.shapes(node.ins)[0], walk.block.shapes(node.outs)[0]
     if isinstance(p, Deferred):
         return Strategy([None], [Deferred(p.const)], make=_make_reshaped)
     if not isinstance(p, Split):
@@ -52,49 +52,18 @@ def _make_reshaped(emitter: Any, node: Node, to: Any) -> Any:
     return lax.reshape(emitter.take(i, REPLICATED), new)
 
 
-@special("transpose", "squeeze")
-def _moved(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Make slices of a deferred value from the same slices of the operand."""
-    described = walk.factors(node)
-    if not isinstance(ins[0], Deferred) or not walk.shapes(node.outs)[0] or described is None:
-        return None
-    (operand,), (result,) = described.operands, described.results
-
-    def make(emitter: Any, node: Node, to: Any) -> Any:
-        before = form(to.at(operand.index(result[to.dim]))) if isinstance(to, Split) else to
-        return emitter.bind(node, [emitter.take(node.ins[0], before)])[0]
-
-    return Strategy([None], [Deferred(ins[0].const)], make=make)
-
-
 @special("broadcast_in_dim")
 def _broadcast(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    p, dims = ins[0], node.eqn.params["broadcast_dimensions"]
-    if len(ins) > 1:
+    """Keep the slices of a value that is repeated; gather a stored one before."""
+    p, described = ins[0], walk.block.factors(node)
+    old, new = walk.block.shapes(node.ins)[0], walk.block.shapes(node.outs)[0]
+    if described is None or not new:
         return None
-    old, new = walk.shapes(node.ins)[0], walk.shapes(node.outs)[0]
-    if isinstance(p, Split) and old[p.dim] == new[dims[p.dim]] and (not p.stored or math.prod(old) == math.prod(new)):
-        to = replace(p.at(int(dims[p.dim])), whole=False, requested=False)
-
-        def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-            return emitter.bind(node, xs, {**node.eqn.params, "shape": to.shape(new), "sharding": None})
-
-        return Strategy([form(p)], [to], run)
-    if not new:
-        return None
+    follows = isinstance(p, Split) and described.operands[0][p.dim] is not None
+    if follows and (not p.stored or math.prod(old) == math.prod(new)):  # type: ignore[union-attr]
+        return walk.by_factors(node, ins, described)
     const = p.const if isinstance(p, (Replicated, Deferred)) else None
-    return Strategy([None], [Deferred(const)], make=_make_broadcast)
-
-
-def _make_broadcast(emitter: Any, node: Node, to: Any) -> Any:
-    """Broadcast the operand's slice if it has the dimension; stored ones are gathered before."""
-    (i,), dims = node.ins, [int(d) for d in node.eqn.params["broadcast_dimensions"]]
-    old, new = emitter.block.avals[i].shape, emitter.block.avals[node.outs[0]].shape
-    before: Any = REPLICATED
-    if isinstance(to, Split) and to.dim in dims and old[dims.index(to.dim)] == new[to.dim]:
-        before = form(to.at(dims.index(to.dim)))
-    shape = to.shape(new) if isinstance(to, Split) else new
-    return emitter.bind(node, [emitter.take(i, before)], {**node.eqn.params, "shape": shape, "sharding": None})[0]
+    return Strategy([None], [Deferred(const)], make=make_in_form)
 
 
 @special("iota")
@@ -114,68 +83,39 @@ def _make_iota(emitter: Any, node: Node, to: Any) -> Any:
     return lax.broadcast_in_dim(at.astype(aval.dtype), shape, (d,))
 
 
-@special("concatenate")
-def _concatenate(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Join equal pieces of a batch: each device keeps its slice of each piece."""
-    d = node.eqn.params["dimension"]
-    splits = [p for p in ins if isinstance(p, Split)]
-    along = [p for p in splits if p.dim == d and not p.stored]
-    if not along or len(along) < len(splits):
+@special("concatenate", "slice", "split", "tile")
+def _in_blocks(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    """Join, take or repeat whole blocks of a batch: each device does so with its slices of them."""
+    splits, params = [p for p in ins if isinstance(p, Split)], node.eqn.params
+    if not splits:
         return None
-    block = along[0]
-    shapes = walk.shapes(node.ins)
-    if any((p.size, p.chunk) != (block.size, block.chunk) for p in along) or any(s[d] % block.size for s in shapes):
+    p, old, new = splits[0], walk.block.shapes(node.ins), walk.block.shapes(node.outs)
+    d = p.dim
+    match node.name:
+        case "concatenate":
+            along = params["dimension"] == d and not any(one.stored for one in splits)
+        case "slice":
+            contiguous = params["strides"] is None or params["strides"][d] == 1
+            along = contiguous and old[0][d] != new[0][d] and params["start_indices"][d] % p.size == 0
+        case "split":
+            along = params["axis"] == d
+        case _:
+            along = params["reps"][d] != 1
+    if not along or any(shape[d] % p.size for shape in (*old, *new)):
         return None
-    takes = [form(replace(block, outer=s[d] // block.size)) for s in shapes]
-    if any(isinstance(p, Split) and form(p) != to for p, to in zip(ins, takes, strict=True)):
+    takes, gives = ([Split(d, p.size, p.chunk, shape[d] // p.size) for shape in shapes] for shapes in (old, new))
+    if any(isinstance(one, Split) and form(one) != to for one, to in zip(ins, takes, strict=True)):
         return None
-    total = sum(s[d] // block.size for s in shapes)
-    return Strategy(takes, [replace(form(block), outer=total)], run_as_is)  # type: ignore[arg-type]
 
-
-@special("tile")
-def _tile(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Repeat a batch: each device repeats its own slice."""
-    p, reps = ins[0], node.eqn.params["reps"]
-    if not isinstance(p, Split) or reps[p.dim] == 1:
-        return None
-    return Strategy([form(p)], [replace(p, outer=p.outer * reps[p.dim], whole=False, requested=False)], run_as_is)
-
-
-@special("slice")
-def _slice(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Cut whole blocks out of a batch that was joined from several."""
-    p, params = ins[0], node.eqn.params
-    if not isinstance(p, Split):
-        return None
-    start, limit, strides = params["start_indices"], params["limit_indices"], params["strides"]
-    d, length = p.dim, walk.shapes(node.ins)[0][p.dim]
-    whole = start[d] == 0 and limit[d] == length
-    if whole or start[d] % p.size or limit[d] % p.size or (strides and strides[d] != 1):
-        return None
-    first, last = start[d] // p.size, limit[d] // p.size
-    to = Split(d, p.size, p.chunk, last - first, stored=p.stored)
+    def own(sizes: Sequence[int], along: int | None = None) -> tuple[int, ...]:
+        return tuple(n // p.size * p.chunk if along in (None, k) else n for k, n in enumerate(sizes))
 
     def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-        starts, limits = list(start), list(limit)
-        starts[d], limits[d] = first * p.chunk, last * p.chunk
-        return emitter.bind(node, xs, {**params, "start_indices": tuple(starts), "limit_indices": tuple(limits)})
+        local = {name: own(params[name], d) for name in ("start_indices", "limit_indices") if name in params}
+        local.update({"sizes": own(params["sizes"])} if "sizes" in params else {})
+        return emitter.bind(node, xs, {**params, **local})
 
-    return Strategy([form(p)], [to], run)
-
-
-@special("split")
-def _split(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Split whole blocks off a batch that was joined from several."""
-    p, params = ins[0], node.eqn.params
-    if not isinstance(p, Split) or p.dim != params["axis"] or any(s % p.size for s in params["sizes"]):
-        return None
-    blocks = [s // p.size for s in params["sizes"]]
-
-    def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-        return emitter.bind(node, xs, {**params, "sizes": tuple(b * p.chunk for b in blocks)})
-
-    return Strategy([form(p)], [Split(p.dim, p.size, p.chunk, b, stored=p.stored) for b in blocks], run)
+    return Strategy(takes, [replace(to, stored=p.stored) for to in gives], run)
 
 
 @special("rev")
@@ -210,7 +150,7 @@ def _gathered(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | No
 def _mark(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Shard a marked value (`jaxdist.zero`)."""
     p, params = ins[0], node.eqn.params
-    shape = walk.shapes(node.ins)[0]
+    shape = walk.block.shapes(node.ins)[0]
     requested = params["role"] in ("requested", "state")
 
     def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:

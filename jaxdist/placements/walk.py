@@ -6,17 +6,17 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxdist import compat
 from jaxdist.errors import StepError
 from jaxdist.ir.operations import SAME_RANK, SHAPE_ONLY, is_deferrable
 from jaxdist.placements import rules
 from jaxdist.placements.block import Block, Node, added, number
 from jaxdist.placements.rules import Factors
-from jaxdist.placements.run import Cut, make_elementwise, make_whole, run_as_is
+from jaxdist.placements.run import Cut, make_in_form, make_whole, run_as_is
 from jaxdist.placements.strategy import UNKNOWN, Move, Placed, Strategy, nbytes
 from jaxdist.placements.summands import is_zero, linear
 from jaxdist.placements.values import (
@@ -145,32 +145,18 @@ class Walk:
                 return strategy
         if all(isinstance(p, (Replicated, Deferred)) for p in ins):
             return self.alike(node, ins)
-        return self.by_factors(node, ins, self.factors(node)) or self.whole(node, ins)
-
-    def factors(self, node: Node) -> Factors | None:
-        """Return the loops of an operation."""
-        if not node.described:
-            shapes = self.shapes(node.ins), self.shapes(node.outs)
-            known = not self._draws_together(node)
-            node.described.append(rules.factors(node.eqn.primitive, node.eqn.params, *shapes) if known else None)
-        return node.described[0]
-
-    def _draws_together(self, node: Node) -> bool:
-        """Check whether draws for one key may depend on the other keys."""
-        keys = self.block.avals[node.ins[0]].dtype if node.name in _DRAWS else None
-        return keys is not None and not compat.draws_by_key(keys)
-
-    def shapes(self, values: Sequence[int]) -> list[tuple[int, ...]]:
-        return [self.block.avals[i].shape for i in values]
+        return self.by_factors(node, ins, self.block.factors(node)) or self.whole(node, ins)
 
     def alike(self, node: Node, ins: Sequence[Placement]) -> Strategy:
         """Return the strategy of an operation whose operands every device has."""
         aval = self.block.avals[node.outs[0]] if len(node.outs) == 1 else None
-        if aval is not None and aval.ndim and is_deferrable(node.eqn.primitive):
+        entrywise, moves = is_deferrable(node.eqn.primitive), node.name in ("squeeze", "transpose")
+        if aval is not None and aval.ndim and (entrywise or moves):
             large = [p for p, i in zip(ins, node.ins, strict=True) if self.block.avals[i].ndim]
             if large and all(isinstance(p, Deferred) for p in large):
-                const = 0 if node.name in ("convert_element_type", "copy", "neg") and is_zero(ins[0]) else None
-                return Strategy([None] * len(ins), [Deferred(const)], make=make_elementwise, slicewise=True)
+                known = moves or (is_zero(ins[0]) and node.name in ("convert_element_type", "copy", "neg"))
+                const = ins[0].const if known else None  # type: ignore[union-attr]
+                return Strategy([None] * len(ins), [Deferred(const)], make=make_in_form, slicewise=entrywise)
         if node.name == "random_split" and node.outs:
             return Strategy([None], [DEFERRED], make=make_whole)
         return Strategy([REPLICATED] * len(ins), [REPLICATED] * len(node.outs), run_as_is)
@@ -214,12 +200,11 @@ class Walk:
             return None
         known, key = node.by_factors, tuple(ins)  # walks of a block differ in few operations
         if key not in known:
-            best: tuple[Any, Strategy] | None = None
-            for factor, split in self.candidates(node, ins, described):
-                strategy, cost = self.cut(node, ins, described, factor, split)
-                if strategy and (best is None or cost < best[0]):
-                    best = cost, strategy
-            known[key] = best and best[1]
+            candidates = self.candidates(node, ins, described)
+            found = [(factor, self.cut(node, ins, described, factor, split)) for factor, split in candidates]
+            cuts = [(self._price(node, ins, factor, one), one) for factor, one in found if one]
+            (bytes_, *_), cheapest = min(cuts, key=lambda each: each[0], default=((math.inf,), None))
+            known[key] = cheapest if bytes_ < math.inf else None
         return known[key]
 
     def candidates(self, node: Node, ins: Sequence[Placement], described: Factors) -> Sequence[tuple[int, Split]]:
@@ -249,51 +234,42 @@ class Walk:
 
     def cut(
         self, node: Node, ins: Sequence[Placement], described: Factors, factor: int, split: Split
-    ) -> tuple[Strategy | None, Any]:
-        """Cut an operation along one factor, and return its strategy and communication cost."""
-        takes: list[Form] = []
-        cost = 0.0
-        stored = split.stored
-        kind = described.reduced.get(factor)
-        for k, (p, dims, i) in enumerate(zip(ins, described.operands, node.ins, strict=True)):
-            aval = self.block.avals[i]
-            to: Form = REPLICATED
-            if factor in dims:
-                to = form(split.at(dims.index(factor)))
-                if not isinstance(p, (Replicated, Deferred)) and isinstance(p, Split) and not p.stored:
-                    stored = False
-            elif kind == "sum" and described.onto == k:
-                to = PARTIAL
-            moved = self.infer.sent(p, to, aval)
-            if isinstance(p, Split) and not p.stored and moved:
-                stored = False
-            cost += moved
-            takes.append(to)
-        gives: list[Placement] = []
-        outs = [self.block.avals[o] for o in node.outs]
+    ) -> Strategy | None:
+        """Cut an operation along one factor."""
+        kind, gives = described.reduced.get(factor), list[Placement]()
+        takes: list[Form] = [form(split.at(dims.index(factor))) if factor in dims else REPLICATED
+                             for dims in described.operands]  # fmt: skip
         if kind is None:
-            for dims in described.results:
-                if factor in dims:
-                    d = dims.index(factor)
-                    gives.append(replace(form(split.at(d)), stored=stored))  # type: ignore[arg-type]
-                else:
-                    return None, None
-            return Strategy(takes, gives, Cut(described, factor, split, None)), (cost, 0, factor)
-        if kind == "sum":
-            if not all(is_wide(o.dtype) for o in outs):
-                return None, None
-            gives = [Partial(gradient=node.backward)] * len(outs)
+            if any(factor not in dims for dims in described.results):
+                return None
+            stored = split.stored and all(p.stored for p in ins if isinstance(p, Split))
+            own = replace(split, stored=stored, requested=False, whole=False)
+            gives += [own.at(dims.index(factor)) for dims in described.results]
+        elif kind == "sum":
+            if not all(is_wide(self.block.avals[o].dtype) for o in node.outs):
+                return None
+            gives += [Partial(gradient=node.backward)] * len(node.outs)
+            if described.onto is not None and factor not in described.operands[described.onto]:
+                takes[described.onto] = PARTIAL
         else:
-            gives = [REPLICATED] * len(outs)
+            gives += [REPLICATED] * len(node.outs)
         run = Cut(described, factor, split, kind)
-        sent = self.infer.link.sent("all-reduce", sum(map(nbytes, outs)))
-        whole = sum(nbytes(self.block.avals[i]) for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split))
-        if split.stored and sent > cost + 2 * self.infer.link.sent("all-gather", whole):
-            return None, None  # gathering the stored operand is cheaper than reducing the result
-        return Strategy(takes, gives, run, exchanges=kind != "sum"), (cost + sent, 1, factor)
+        return Strategy(takes, gives, run, exchanges=kind not in (None, "sum"))
 
+    def _price(self, node: Node, ins: Sequence[Placement], factor: int, strategy: Strategy) -> tuple[float, int, int]:
+        """Return the bytes that a device sends for a cut, and what decides among equals."""
+        avals, link, run = self.block.avals, self.infer.link, strategy.run
+        assert isinstance(run, Cut)
+        moved = sum(self.infer.sent(p, to or REPLICATED, avals[i])
+                    for p, to, i in zip(ins, strategy.takes, node.ins, strict=True))  # fmt: skip
+        if run.kind is None:
+            return moved, 0, factor
+        sent = link.sent("all-reduce", sum(nbytes(avals[o]) for o in node.outs))
+        whole = sum(nbytes(avals[i]) for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split))
+        if run.split.stored and sent > moved + 2 * link.sent("all-gather", whole):
+            return math.inf, 1, factor  # gathering the stored operand is cheaper than reducing the result
+        return moved + sent, 1, factor
 
-_DRAWS = {"random_bits", "random_fold_in", "random_gamma", "random_split"}
 
 _EFFECTS = {"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect", "CallbackEffect",
             "UnorderedCallbackEffect", "_UnorderedIOEffect", "_OrderedIOEffect"}  # fmt: skip
