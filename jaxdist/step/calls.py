@@ -149,8 +149,7 @@ class Calls:
 
     def _check(self, signature: Signature, data: Sequence[Any]) -> None:
         names = signature.names
-        batch = [data[i] for i in signature.batch]
-        if problem := self._placer.batch_problem([names[i] for i in signature.batch], batch):
+        if problem := self._placer.batch_problem(signature, data):
             raise ValueError(problem)
         for i in signature.state:
             if problem := self._placer.state_problem(data[i]):

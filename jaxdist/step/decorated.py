@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxdist.agreement import sync
+from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.agreement.meshes import Meshes
 from jaxdist.compat import under_no_mesh
 from jaxdist.errors import StepError
@@ -27,7 +28,7 @@ from jaxdist.runtime.context import Context, get_context, machine_of
 from jaxdist.step import finite, modules
 from jaxdist.step.calling import AUTO, Settings
 from jaxdist.step.calls import Calls
-from jaxdist.step.choice import agreed, choose
+from jaxdist.step.choice import choose, said
 from jaxdist.step.forecast import Forecast
 from jaxdist.step.known import Taken, check_there
 from jaxdist.step.placer import Placer, on_one_device
@@ -169,16 +170,12 @@ class DataParallel(Generic[P, R]):
         is sent."""
         self._bind_context(args, kwargs)
         signature, leaves = self._signature(*self._arguments(args, kwargs))
-        batch = [leaves[i] for i in signature.batch]
-        problem = self._placer.batch_problem([signature.names[i] for i in signature.batch], batch)
+        problem = self._placer.batch_problem(signature, leaves)
         if problem:
             raise ValueError(problem)
         program = self._cache.program(signature, leaves)
         self._say(program)
-        state = [self._placer.abstract_state(leaves[i], program.placed.layouts[i]) for i in signature.state]
-        return program.lower(state, [
-            self._placer.abstract_batch(x, how) for x, how in zip(batch, program.placed.batch, strict=True)
-        ])  # fmt: skip
+        return program.lower()
 
     def clear_cache(self) -> None:
         """Forget traces and compiled programs, like ``jax.jit(step).clear_cache``."""
@@ -221,8 +218,8 @@ class DataParallel(Generic[P, R]):
             context = get_context()
             given, passed = self._settings.mesh, None
             if given == AUTO:
-                choice = agreed(self._base, context, lambda: choose(self._over_data(args, kwargs), context))
-                given, self.why, passed = choice.mesh, choice.why, context.mesh
+                given, self.why = self._chosen(context, args, kwargs)
+                passed = context.mesh
             mesh = context.mesh if given is None else mesh_of(given, context.devices)
             context.only(Meshes).connect(mesh)
             self._context, self._mesh = context, mesh
@@ -235,6 +232,16 @@ class DataParallel(Generic[P, R]):
                 self._base, self._settings, context, self._placer, self._cache, self._reader, self._signatures,
                 self._say,
             )  # fmt: skip
+
+    def _chosen(self, context: Context, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Mesh, str]:
+        """The fastest mesh for a call, the same on every rank, and why. Every rank calls it."""
+
+        def part() -> Part[tuple[Mesh, str]]:
+            mesh, why = choose(self._over_data(args, kwargs), context)
+            return Part((mesh, why), (("mesh", said(mesh.shape)),))
+
+        advice = lambda _: "Give the sizes of its axes, or the same JAXDIST_MACHINE on all ranks"
+        return on_every_rank(context, f"the mesh of step {self._base!r}", part, advice=advice)[0]
 
     def _over_data(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Forecast:
         """A call on this job's devices in one axis."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -70,6 +71,17 @@ class PlacedStep:
     def state(self) -> list[Layout | None]:
         """Layouts of the leaves of the state."""
         return [self.layouts[i] for i in self.signature.state]
+
+    @functools.cached_property
+    def held(self) -> list[jax.ShapeDtypeStruct]:
+        """The types of all arguments once they are on the mesh: of their physical arrays."""
+        batch = dict(zip(self.signature.batch, self.batch, strict=True))
+        found = []
+        for i, (a, kept) in enumerate(zip(self.avals, self.layouts, strict=True)):
+            how = batch.get(i, kept)
+            shape, place = how.physical(a.shape) if how else a.shape, sharding(self.mesh, how)
+            found.append(jax.ShapeDtypeStruct(shape, a.dtype, sharding=place, weak_type=a.weak_type))
+        return found
 
     @functools.cached_property
     def padded(self) -> list[int]:

@@ -17,7 +17,7 @@ from jaxdist.mesh import AXIS, GROUP, NAMES, by_rank, data_size, in_a_row, parts
 from jaxdist.placements.layouts import HOST, Cut, Layout, Padded, copied, layout, of_batch, on_host, physical, sharding
 from jaxdist.runtime.context import Context
 from jaxdist.step import batch
-from jaxdist.step.signature import NUMBERS, is_array
+from jaxdist.step.signature import NUMBERS, Signature, is_array
 
 ELSEWHERE = object()
 """Stands for the layout of a leaf that is not on the mesh yet."""
@@ -164,12 +164,6 @@ class Placer:
         """The properties of a leaf of the batch that decide which program runs."""
         return np.shape(x), getattr(x, "dtype", None), getattr(x, "weak_type", False), getattr(x, "total", None)
 
-    def abstract_state(self, x: Any, how: Layout | None = None) -> jax.ShapeDtypeStruct:
-        """The type of a leaf of the state once it is on the mesh: of its physical array."""
-        aval = abstract(x)
-        shape = how.physical(aval.shape) if how else aval.shape
-        return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=sharding(self.mesh, how), weak_type=aval.weak_type)
-
     def logical_batch(self, x: Any) -> jax.ShapeDtypeStruct:
         """The type of a leaf of the batch as the step sees it: with the examples of all processes."""
         aval = jax.typeof(physical(x))
@@ -183,26 +177,20 @@ class Placer:
         """Return the number of examples of all processes, given this one's."""
         return rows * self.parts // max(1, len(self.own))
 
-    def abstract_batch(self, x: Any, how: Layout) -> jax.ShapeDtypeStruct:
-        """The type of a leaf of the batch once all processes' parts are on the mesh."""
-        aval = self.logical_batch(x)
-        place = sharding(self.mesh, how)
-        return jax.ShapeDtypeStruct(how.physical(aval.shape), aval.dtype, sharding=place, weak_type=aval.weak_type)
-
-    def batch_problem(self, names: Sequence[str], leaves: Sequence[Any]) -> str | None:
+    def batch_problem(self, signature: Signature, leaves: Sequence[Any]) -> str | None:
         """Return the problem with this process's batch, or None."""
-        for name, x in zip(names, leaves, strict=True):
-            cut = how.by(AXIS) if isinstance(how := self.layout(x), Layout) else None
-            if cut and cut.parts < data_size(self.mesh):
-                return (
-                    f"batch leaf {name} is kept in shards within groups of devices, which is for state: pass the "
-                    "examples of this process as a plain array"
-                )
-        placed = [x for x in leaves if type(x) is not Padded]
-        names = [name for name, x in zip(names, leaves, strict=True) if type(x) is not Padded]
         everywhere = data_size(self.mesh)
         own = 1 if self.processes == 1 else max(1, everywhere // self.parts * len(self.own))
-        return batch.problem(names, placed, [everywhere if spans(x) else own for x in placed])
+        arrays = [i for i in signature.batch if type(leaves[i]) is not Padded]
+        for i in signature.batch:
+            cut = how.by(AXIS) if isinstance(how := self.layout(leaves[i]), Layout) else None
+            if cut and cut.parts < everywhere:
+                return (
+                    f"batch leaf {signature.names[i]} is kept in shards within groups of devices, which is for state: "
+                    "pass the examples of this process as a plain array"
+                )
+        devices = [everywhere if spans(leaves[i]) else own for i in arrays]
+        return batch.problem([signature.names[i] for i in arrays], [leaves[i] for i in arrays], devices)
 
 
 def without_aliases(state: Sequence[Any]) -> list[Any]:

@@ -79,13 +79,15 @@ class Program:
         result = jax.tree.unflatten(step.tree, outs)
         return constants_back(result) if self._has_constants else result, found
 
-    def lower(self, state: Sequence[Any], batch: Sequence[Any]) -> jax.stages.Lowered:
+    def lower(self) -> jax.stages.Lowered:
         """Lower it, like ``jax.jit(f).lower``."""
-        lowered = self._jitted.lower(list(self._pick[0](state)), list(self._pick[1](state)), batch)
+        placed = self.placed
+        given, kept = ([placed.signature.state[k] for k in ks] for ks in self._order)
+        args = [[placed.held[i] for i in at] for at in (given, kept, placed.signature.batch)]
+        lowered = self._jitted.lower(*args)
         # Arguments in the host's memory that do not say so (see `compat.say_on_host`).
-        held = [self.placed.state[k] for ks in self._order for k in ks]
-        away = [k for k, how in enumerate(held) if how and how.host]
-        away = [k for k in away if sharding(self.placed.mesh, held[k]).memory_kind != HOST]
+        held = [(placed.held[i], placed.layouts[i]) for i in (*given, *kept)]
+        away = [k for k, (x, how) in enumerate(held) if how and how.host and x.sharding.memory_kind != HOST]
         if away:
             compat.say_on_host(lowered, away, HOST)
         return lowered
