@@ -147,7 +147,7 @@ MUTANTS: list[Mutant] = [
     Mutant("a state is taken for the batch beside one that differs", "jaxdist/step/reading.py",
            "if self._declared is None and (others or", "if False and (others or",
            "tests/jobs/test_results.py -k quick and run and not mpirun and not lanes"),
-    Mutant("2 and 2.0 are one constant", "jaxdist/step/signature.py",
+    Mutant("2 and 2.0 are one constant", "jaxdist/step/reading.py",
            "return tuple((i, type(x), x) for i, x in enumerate(leaves)",
            "return tuple((i, None, x) for i, x in enumerate(leaves)", "tests/oracle/test_calling.py -k one_and_true"),
     # --- jobs, collectives, control

@@ -50,7 +50,7 @@ class Calling:
         if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             raise ValueError(f"{what}={sorted(unknown)}: the step's parameters are {list(self.names)}")
 
-    def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    def arrange(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
         """All arguments of a call in the order of the parameters, constants as `Static`."""
         if self._signature is not None:
             bound = self._signature.bind(*args, **kwargs)

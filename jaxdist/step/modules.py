@@ -20,10 +20,6 @@ from jaxdist.errors import StepError
 from jaxdist.step.calling import apply
 
 
-class FoundError(Exception):
-    """There are objects of nnx among the arguments of a call that was taken for one without."""
-
-
 class _NoKey:
     def __str__(self) -> str:
         return ""
