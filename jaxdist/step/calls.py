@@ -39,7 +39,6 @@ from jaxdist.step.tracing import say_once
 
 _log = logging.getLogger("jaxdist")
 _names: dict[str, itertools.count[int]] = {}
-_REMEMBERED = 63  # other calls of one structure
 
 
 class Calls:
@@ -55,7 +54,8 @@ class Calls:
         self.reader = Reader(base, settings, self.placer, self.cache)
         self._ledger, self._turns = context.only(Ledger), context.only(Turns)
         self._several = context.size > 1
-        self._known: dict[Any, list[Known]] = {}  # by structure, the latest first
+        self._latest: dict[Any, Known] = {}  # by structure
+        self._known: dict[Any, Known] = {}  # by all that a program is for
         self._agreed: set[bytes] = set()  # digests of calls that all ranks have made
         self._unsure: set[Signature] = set()  # of calls in which all ranks have passed the same batch so far
         self._taken = Taken(base)
@@ -64,6 +64,7 @@ class Calls:
     def clear(self) -> None:
         """Forget the programs of earlier calls."""
         self.cache.clear()
+        self._latest.clear()
         self._known.clear()
 
     def run(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> Any:
@@ -77,15 +78,14 @@ class Calls:
         objects = None
         try:
             leaves, tree = flat(args, keywords)
-            earlier = self._known.get(tree)
-            if earlier is None and modules.found(args):
+            if tree not in self._latest and modules.found(args):
                 args, objects = modules.split(args)
                 leaves, tree = flat(args, keywords)
-                earlier = self._known.get(tree)
-            known, leaves = self._find(args, keywords, leaves, tree, earlier or [])
+            known, moved = self._look_up(args, keywords, leaves, tree)
         except Exception as error:
             self._report(error)
             raise
+        leaves = self._settled(known, leaves, tree, moved)
         state, batch = known.arguments(leaves, self.placer)
         result, found = self._call(known, state, batch)
         program, name, call = known.program, self.name, self.number
@@ -120,48 +120,50 @@ class Calls:
         self._turns.dispatched(active.output)
         return result, found
 
-    def _find(
-        self, args: tuple[Any, ...], keywords: tuple[str, ...], leaves: list[Any], tree: Any, earlier: list[Known]
-    ) -> tuple[Known, Sequence[Any]]:
-        """Return the known call for these arguments, and its leaves, with the state on the mesh."""
-        settings = trace_settings(), self.cache.looked_for
-        fitting = (one for one in earlier if one.fits(leaves, self.placer.batch_key, settings))
-        known, moved = next(fitting, None), list[int]()
-        is_new = known is None or known.gone(leaves)
-        if is_new:
-            check_there(self.name, self._settings.calling, args, keywords, leaves)
-            signature = self.reader.signature(args, keywords, leaves, tree)
-            constants, data = self.reader.constants(tree, leaves), signature.data(leaves)
-            self._check(signature, data)
-            program = self.cache.program(signature, data)
+    def _look_up(
+        self, args: tuple[Any, ...], keywords: tuple[str, ...], leaves: list[Any], tree: Any
+    ) -> tuple[Known, Sequence[int] | None]:
+        """Return the call for these arguments; unless it is the latest, also the leaves of the state that must move."""
+        settings, latest = (trace_settings(), self.cache.looked_for), self._latest.get(tree)
+        if latest is not None and latest.fits(leaves, self.placer.batch_key, settings) and not latest.gone(leaves):
+            return latest, None
+        check_there(self.name, self._settings.calling, args, keywords, leaves)
+        signature = self.reader.signature(args, keywords, leaves, tree)
+        data = signature.data(leaves)
+        own = [self.placer.batch_key(data[i]) for i in signature.batch]
+        kept = [(_type(data[i]), self.placer.layout(data[i])) for i in signature.state]
+        key = signature, settings, *own, *kept
+        known = self._known.get(key)
+        if known is None:
+            if problem := self.placer.batch_problem(signature, data):
+                raise ValueError(problem)
+            for i in signature.state:
+                if problem := self.placer.state_problem(data[i]):
+                    raise ValueError(f"state leaf {signature.names[i]} {problem}")
+            program, constants = self.cache.program(signature, data), self.reader.constants(tree, leaves)
             out = {i for i, *_ in constants}
             at = [i for i in range(len(leaves)) if i not in out]
-            own = [self.placer.batch_key(data[i]) for i in signature.batch]
             known = Known(program, constants, settings, at, own, self._entry(signature, data, program))
-            layouts = program.placed.layouts
-            moved = [i for i in signature.state if self.placer.layout(data[i]) is not layouts[i]]
-        assert known is not None
-        fresh = is_new and (tree, known.constants) not in self.reader.signatures
+            self._known[key] = known
+            self.announce(program)
+        layouts = known.program.placed.layouts
+        return known, [i for i, (_, how) in zip(signature.state, kept, strict=True) if how is not layouts[i]]
+
+    def _settled(self, known: Known, leaves: Sequence[Any], tree: Any, moved: Sequence[int] | None) -> Sequence[Any]:
+        """Return the leaves of a call on which all ranks agree, with the state on the mesh."""
+        fresh = moved is not None and (tree, known.constants) not in self.reader.signatures
         differs: dict[int, list[int]] = {}
         if self._several:
-            again = fresh or (self._with_bits and known.signature in self._unsure)
-            new = again or moved or known.entry.digest not in self._agreed or self._with_bits
+            fresh |= self._with_bits and known.signature in self._unsure
+            new = fresh or moved or known.entry.digest not in self._agreed or self._with_bits
             if new or self._ledger.waits(known.entry):
-                differs = self._compare(known, leaves, again, moved)
-        if is_new:
+                differs = self._compare(known, leaves, fresh, moved or ())
+        if moved is not None:
             self.reader.signatures[tree, known.constants] = known.signature
             leaves = self._moved(known, leaves, moved, differs) if moved else leaves
             known.remember(leaves)
-            self._known[tree] = [known, *earlier[:_REMEMBERED]]
-            self.announce(known.program)
-        return known, leaves
-
-    def _check(self, signature: Signature, data: Sequence[Any]) -> None:
-        if problem := self.placer.batch_problem(signature, data):
-            raise ValueError(problem)
-        for i in signature.state:
-            if problem := self.placer.state_problem(data[i]):
-                raise ValueError(f"state leaf {signature.names[i]} {problem}")
+            self._latest[tree] = known
+        return leaves
 
     def announce(self, made: Program) -> None:
         """Warn about slow parts of a program, once."""
@@ -302,6 +304,10 @@ class Calls:
             return set()
         lengths = [(at, set(batch.sizes([data[i] for i in at])) - {None}) for _, at, _ in signature.arguments]
         return {i for at, own in lengths if len(own) == 1 for i in at}
+
+
+def _type(x: Any) -> Any:
+    return (x.shape, x.dtype, getattr(x, "weak_type", None)) if hasattr(x, "shape") else type(x)
 
 
 def _dtype_of(x: Any) -> Any:
