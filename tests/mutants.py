@@ -98,7 +98,7 @@ MUTANTS: list[Mutant] = [
     Mutant("on one device state is copied", "jaxdist/step/placer.py",
            "alias = self.mesh.size == 1 and isinstance(x, jax.Array)", "alias = False",
            "tests/oracle/test_calling.py -k one_device_nothing"),
-    Mutant("what is asked for is not donated", "jaxdist/step/program_cache.py",
+    Mutant("what is asked for is not donated", "jaxdist/step/program.py",
            "may = lambda i, name: name in of.donated or (of.donate and i in trace.may_take)",
            "may = lambda i, name: False", "tests/oracle/test_calling.py -k donated"),
     Mutant("fit takes the slowest", "jaxdist/planning/fitting.py", "chosen = min(fitting, key=",

@@ -29,9 +29,8 @@ from jaxdist.planning.footprint import readable
 from jaxdist.planning.report import Candidate, Plan, Traffic, duration, total_of
 from jaxdist.planning.topology import Topology
 from jaxdist.step.calling import AUTO
-from jaxdist.step.choice import chosen, meshes
 from jaxdist.step.decorated import DataParallel
-from jaxdist.step.forecast import Ahead, Forecast, Held
+from jaxdist.step.forecast import Ahead, Forecast, Held, chosen, meshes
 
 LEVELS = (0, 1, 2, 3)
 
@@ -102,7 +101,7 @@ class Elsewhere:
         return self._forecast.repeats
 
     def meshes(self) -> list[dict[str, int]]:
-        """Return the meshes to choose from (see `jaxdist.step.choice.meshes`)."""
+        """Return the meshes to choose from (see `jaxdist.step.forecast.meshes`)."""
         return list(meshes(self.topology.devices, self.topology.per_host, self._forecast.batch))
 
     @property

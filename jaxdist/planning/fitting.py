@@ -13,8 +13,7 @@ from jaxdist.planning.elsewhere import LEVELS, Elsewhere
 from jaxdist.planning.footprint import readable
 from jaxdist.planning.report import FRACTION, STATE, Candidate, Plan, duration
 from jaxdist.step.calling import AUTO
-from jaxdist.step.choice import order, said
-from jaxdist.step.forecast import Ahead
+from jaxdist.step.forecast import Ahead, order, said
 
 _MOST = 10  # compilations, if there are several meshes
 _NAMED = 3  # candidates that a sentence names

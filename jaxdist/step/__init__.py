@@ -8,7 +8,7 @@
 | `signature`, `reading`, `batch` | the arguments by structure: constants, state, the batch; results like them |
 | `placer` | state and batches are put onto the mesh |
 | `tracing`, `modules` | the step as a jaxpr; objects of nnx |
-| `program_cache`, `program` | the programs of a step; one of them: place, bucket, lower |
-| `forecast`, `choice` | the step on devices that are not here; which mesh is the fastest |
+| `program`, `placed` | the programs of a step; one of them: place, bucket, lower |
+| `forecast` | the step on devices that are not here; which mesh is the fastest |
 | `finite` | NaN by name |
 """

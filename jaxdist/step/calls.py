@@ -31,8 +31,7 @@ from jaxdist.step import batch, finite, modules
 from jaxdist.step.calling import Settings
 from jaxdist.step.known import Known, Taken, check_there
 from jaxdist.step.placer import ELSEWHERE, Placer, checksum, spans
-from jaxdist.step.program import Program
-from jaxdist.step.program_cache import ProgramCache
+from jaxdist.step.program import Program, ProgramCache
 from jaxdist.step.reading import Reader
 from jaxdist.step.signature import Signature, flat
 from jaxdist.step.tracing import say_once

@@ -25,8 +25,7 @@ from jaxdist.runtime.context import Context, get_context, machine_of
 from jaxdist.step import modules
 from jaxdist.step.calling import AUTO, Settings
 from jaxdist.step.calls import Calls
-from jaxdist.step.choice import choose, said
-from jaxdist.step.forecast import Forecast
+from jaxdist.step.forecast import Forecast, choose, said
 from jaxdist.step.known import check_there
 from jaxdist.step.placer import on_one_device
 from jaxdist.step.program import Program

@@ -19,7 +19,7 @@ from jaxdist.runtime.context import Context
 from jaxdist.step import batch
 from jaxdist.step.calling import Settings
 from jaxdist.step.placer import Placer, spans
-from jaxdist.step.program_cache import ProgramCache
+from jaxdist.step.program import ProgramCache
 from jaxdist.step.signature import NUMBERS, Signature, Static, is_array, leaf_name
 
 _log = logging.getLogger("jaxdist")
