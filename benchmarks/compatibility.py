@@ -91,7 +91,7 @@ def split() -> Iterator[list[Step]]:
             steps.append(Step(examples, repeated))
         return found
 
-    PlacedStep.place = place
+    PlacedStep.place = place  # type: ignore[method-assign]
     try:
         yield steps
     finally:

@@ -156,8 +156,7 @@ def measure(models: Sequence[str], rounds: int, steps: int) -> dict[str, list[Se
             for each, one in zip(took, candidates, strict=True):
                 each.append(one.run(steps))
         rows = [
-            (one.name, one.estimate.seconds, *report.spread(each))
-            for one, each in zip(candidates, took, strict=True)
+            (one.name, one.estimate.seconds, *report.spread(each)) for one, each in zip(candidates, took, strict=True)
         ]
         found[model] = sorted(rows, key=lambda row: row[1])
     return found

@@ -91,7 +91,7 @@ class Known:
             state[k] = state[k].array
         if program.donated and len(set(map(id, state))) < len(state):
             state = without_aliases(state)
-        return state, placer.batch_argument([leaves[self.at[i]] for i in self.signature.batch], program.placed.batch)
+        return state, placer.place_batch([leaves[self.at[i]] for i in self.signature.batch], program.placed.batch)
 
 
 # --- memory that an earlier call has taken
