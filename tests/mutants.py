@@ -99,7 +99,7 @@ MUTANTS: list[Mutant] = [
            "alias = self.mesh.size == 1 and isinstance(x, jax.Array)", "alias = False",
            "tests/oracle/test_calling.py -k one_device_nothing"),
     Mutant("what is asked for is not donated", "jaxdist/step/program.py",
-           "may = lambda i, name: name in of.donated or (of.donate and i in trace.may_take)",
+           "may = lambda i, name: name in of.donate_argnums or (of.donate and i in trace.may_take)",
            "may = lambda i, name: False", "tests/oracle/test_calling.py -k donated"),
     Mutant("fit takes the slowest", "jaxdist/planning/fitting.py", "chosen = min(fitting, key=",
            "chosen = max(fitting, key=", "tests/program/test_plan.py -k fit_takes"),

@@ -170,7 +170,7 @@ class Calls:
         if not placed or not self.context.is_root or self._warned:
             return
         text = report.warning(placed)
-        if self._settings.batch is None:
+        if self._settings.batch_argnums is None:
             text = text or made.placed.unsplit()
         if text:
             self._warned = True  # and once of a step that is decorated anew, in a loop or for each trial
@@ -299,7 +299,7 @@ class Calls:
 
     def _may_be_batch(self, signature: Signature, data: Sequence[Any]) -> set[int]:
         """Leaves of the state that could as well be the batch, since all arrays of their argument have one length."""
-        if self._settings.batch is not None:
+        if self._settings.batch_argnums is not None:
             return set()
         lengths = [(at, set(batch.sizes([data[i] for i in at])) - {None}) for _, at, _ in signature.arguments]
         return {i for at, own in lengths if len(own) == 1 for i in at}

@@ -66,9 +66,6 @@ class DataParallel(Generic[P, R]):
 
     @api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self._call(args, kwargs)
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_traced(args, kwargs):
             return self._on_tracers(args, kwargs)
         return self._outermost(args, kwargs)

@@ -237,7 +237,7 @@ class ProgramCache:
     ) -> Program:
         """Return the step's program on these devices, with these layouts of the state."""
         of = self._settings
-        may = lambda i, name: name in of.donated or (of.donate and i in trace.may_take)
+        may = lambda i, name: name in of.donate_argnums or (of.donate and i in trace.may_take)
         # An error of `check_finite` must not cost the state.
         donate = {i for _, at, name in signature.arguments for i in at if not trace.checked and may(i, name)}
         bucket_bytes = of.bucket_bytes

@@ -29,7 +29,7 @@ class Reader:
     """Reads the calls of one step."""
 
     def __init__(self, name: str, settings: Settings, placer: Placer, cache: ProgramCache):
-        self.name, self.calling, self._declared = name, settings.calling, settings.batch
+        self.name, self.calling, self._declared = name, settings.calling, settings.batch_argnums
         self._placer, self._cache = placer, cache
         self.signatures: dict[Any, Signature] = {}  # of earlier calls, by their structure and constants
         self._numbers: dict[Any, frozenset[int]] = {}  # by structure
@@ -68,8 +68,7 @@ class Reader:
         signature = Signature(tree, (False,) * len(names), names, tuple(parameters), keywords, numbers)
         leaves = [x for _, x in paths]
         if self._declared is not None:
-            self._check_declared(args, parameters)
-            signature = signature.with_batch(self._chosen(signature, leaves))
+            signature = signature.with_batch(self._chosen(self._declared, args, signature, leaves))
         else:
             signature = self._by_structure(signature, leaves)
         # The same object for the same signature: programs are kept by it.
@@ -231,35 +230,29 @@ class Reader:
                         "take x[own[0]::parts], where own, parts = ctx.parts(mesh)"
                     )
 
-    def _check_declared(self, args: tuple[Any, ...], parameters: Sequence[str]) -> None:
-        assert self._declared is not None
-        for n in self._declared:
+    def _chosen(
+        self, declared: Sequence[int | str], args: tuple[Any, ...], signature: Signature, leaves: Sequence[Any]
+    ) -> list[int]:
+        """Leaves with entries of the arguments that are said to be the batch; all leaves of one that has no entries."""
+        parameters, chosen = signature.parameters, list[int]()
+        every = {leaf_name(parameters, path): x for path, x in jax.tree_util.tree_leaves_with_path(args)}
+        for n in declared:
             if isinstance(n, int) and not -len(args) <= n < len(args):
                 raise TypeError(
-                    f"step {self.name!r} got {len(args)} arguments, and batch_argnums={tuple(self._declared)} names "
-                    "one that was not passed: pass the batch, or batch_argnums=() if the step has none"
+                    f"step {self.name!r} got {len(args)} arguments, and batch_argnums={tuple(declared)} names one that "
+                    "was not passed: pass the batch, or batch_argnums=() if the step has none"
                 )
-        paths = jax.tree_util.tree_leaves_with_path(args)
-        names = [leaf_name(parameters, path) for path, _ in paths]
-        whole = {n if isinstance(n, str) else parameters[n] for n in self._declared}
-        for name, (_, leaf) in zip(names, paths, strict=True):
-            if not is_array(leaf) and any(_is_in(name, of) for of in whole):
+            of = n if isinstance(n, str) else parameters[n]
+            if not any(_is_in(name, of) for name in (*every, *parameters)):
                 raise TypeError(
-                    f"batch leaf {name} is {leaf!r}, not an array: anything without one entry per example belongs to "
-                    "the state, or batch_argnums names the wrong argument"
+                    f"step {self.name!r} has no argument {of!r}, which batch_argnums names: there are "
+                    f"{', '.join([*every][:8])}{', ...' if len(every) > 8 else ''}"
                 )
-        for n in self._declared:
-            if isinstance(n, str) and not any(_is_in(name, n) for name in [*names, *parameters]):
+            if constants := [name for name, x in every.items() if not is_array(x) and _is_in(name, of)]:
                 raise TypeError(
-                    f"step {self.name!r} has no argument {n!r}, which batch_argnums names: there are "
-                    f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+                    f"batch leaf {constants[0]} is {every[constants[0]]!r}, not an array: anything without one entry "
+                    "per example belongs to the state, or batch_argnums names the wrong argument"
                 )
-
-    def _chosen(self, signature: Signature, leaves: Sequence[Any]) -> list[int]:
-        """Leaves with entries of the arguments that are said to be the batch; all leaves of one that has no entries."""
-        assert self._declared is not None
-        chosen: list[int] = []
-        for of in {n if isinstance(n, str) else signature.parameters[n]: None for n in self._declared}:
             at = [i for i, name in enumerate(signature.names) if _is_in(name, of)]
             sizes = [None] * len(at) if len(at) == 1 else batch.sizes([leaves[i] for i in at])
             keys = [batch.is_keys(leaves[i]) for i in at]
