@@ -19,7 +19,6 @@ from jaxdist.agreement.calls import CHANGED, agree
 from jaxdist.agreement.description import Description, list_ranks, unlike_the_root
 from jaxdist.agreement.ledger import Entry, Ledger
 from jaxdist.agreement.meshes import Meshes
-from jaxdist.agreement.turns import Turns
 from jaxdist.compat import trace_settings
 from jaxdist.errors import in_words
 from jaxdist.ir.fingerprint import type_text
@@ -51,7 +50,7 @@ class Calls:
         self.placer = Placer(context, mesh, passed)
         self.cache = ProgramCache(settings, mesh, machine_of(mesh), self.placer, context.rules or context.communicator)
         self.reader = Reader(base, settings, self.placer, self.cache)
-        self._ledger, self._turns = context.only(Ledger), context.only(Turns)
+        self._ledger = context.only(Ledger)
         self._several = context.size > 1
         self._latest: dict[Any, Known] = {}  # by structure
         self._known: dict[Any, Known] = {}  # by all that a program is for
@@ -68,7 +67,7 @@ class Calls:
 
     def run(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> Any:
         """The result of a call: its program, known or new, on its arguments, once they are on the mesh."""
-        self._turns.begin()
+        self._ledger.begin()
         if not self.number:
             count = next(_names.setdefault(self.name, itertools.count()))
             self.name += f"#{count}" * bool(count)
@@ -116,7 +115,7 @@ class Calls:
             self.context.control.process.stay_if_ending()  # a rank that left may be its cause
             raise
         active.finish(result)
-        self._turns.dispatched(active.output)
+        self._ledger.dispatched(active.output)
         return result, found
 
     def _look_up(
