@@ -133,11 +133,7 @@ class Calls:
         key = signature, settings, *own, *kept
         known = self._known.get(key)
         if known is None:
-            if problem := self.placer.batch_problem(signature, data):
-                raise ValueError(problem)
-            for i in signature.state:
-                if problem := self.placer.state_problem(data[i]):
-                    raise ValueError(f"state leaf {signature.names[i]} {problem}")
+            self.placer.check(signature, data)
             program, constants = self.cache.program(signature, data), self.reader.constants(tree, leaves)
             out = {i for i, *_ in constants}
             at = [i for i in range(len(leaves)) if i not in out]

@@ -115,9 +115,7 @@ class DataParallel(Generic[P, R]):
         is sent."""
         calls = self._calls(args, kwargs)
         signature, leaves = self._read(calls, args, kwargs)
-        problem = calls.placer.batch_problem(signature, leaves)
-        if problem:
-            raise ValueError(problem)
+        calls.placer.check(signature, leaves)
         program = calls.cache.program(signature, leaves)
         calls.announce(program)
         return program.lower()

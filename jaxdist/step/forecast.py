@@ -191,8 +191,7 @@ class Forecast:
         signature, mesh = self._signature, self.mesh
         avals = [abstract(x) for x in self.leaves]
         names = [signature.names[i] for i in signature.batch]
-        if problem := batch.problem(names, [avals[i] for i in signature.batch], [1] * len(names)):
-            raise ValueError(problem)
+        batch.check(names, [avals[i] for i in signature.batch], [1] * len(names))
         trace = traced(
             self._jaxpr(avals), signature, avals, mesh, self._machine, level, shared,
             self._settings.layouts, self.cut,

@@ -58,17 +58,29 @@ class Placer:
         """Check whether a mesh is this one, or this one in groups."""
         return in_a_row(mesh) == self.mesh
 
-    def state_problem(self, x: Any) -> str | None:
-        """Return the problem with a leaf that is sharded over devices outside this mesh, or None."""
-        own = getattr(physical(x), "sharding", None)
-        if not isinstance(own, NamedSharding) or own.is_fully_replicated or self.is_ours(own.mesh):
-            return None
-        if own.device_set == set(self.mesh.devices.flat):  # `place_state` moves it
-            return None
-        return (
-            f"is in shards over {_named(own.device_set)}, and this step runs on {_named(self.mesh.devices.flat)}. "
-            "Restore the state from a checkpoint, or gather it with jaxdist.unshard where it was made"
-        )
+    def check(self, signature: Signature, leaves: Sequence[Any]) -> None:
+        """Refuse state that is sharded over devices outside this mesh, and what this process can't pass as its part of
+        the batch."""
+        everywhere = data_size(self.mesh)
+        own = 1 if self.processes == 1 else max(1, everywhere // self.parts * len(self.own))
+        for name, is_batch, x in zip(signature.names, signature.is_batch, leaves, strict=True):
+            how, place = self.layout(x), getattr(physical(x), "sharding", None)
+            cut = how.by(AXIS) if is_batch and isinstance(how, Layout) else None
+            if cut and cut.parts < everywhere:
+                raise ValueError(
+                    f"batch leaf {name} is kept in shards within groups of devices, which is for state: pass the "
+                    "examples of this process as a plain array"
+                )
+            if is_batch and type(x) is not Padded:
+                batch.check([name], [x], [everywhere if spans(x) else own])
+            if is_batch or not isinstance(place, NamedSharding) or place.is_fully_replicated:
+                continue
+            if not self.is_ours(place.mesh) and place.device_set != set(self.mesh.devices.flat):
+                raise ValueError(
+                    f"state leaf {name} is in shards over {_named(place.device_set)}, and this step runs on "
+                    f"{_named(self.mesh.devices.flat)}. Restore the state from a checkpoint, or gather it with "
+                    "jaxdist.unshard where it was made"
+                )
 
     def place_state(self, leaves: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
         """Return rank 0's value of each leaf on the mesh with these layouts. The given leaves do not change."""
@@ -167,21 +179,6 @@ class Placer:
     def _everywhere(self, rows: int) -> int:
         """Return the number of examples of all processes, given this one's."""
         return rows * self.parts // max(1, len(self.own))
-
-    def batch_problem(self, signature: Signature, leaves: Sequence[Any]) -> str | None:
-        """Return the problem with this process's batch, or None."""
-        everywhere = data_size(self.mesh)
-        own = 1 if self.processes == 1 else max(1, everywhere // self.parts * len(self.own))
-        arrays = [i for i in signature.batch if type(leaves[i]) is not Padded]
-        for i in signature.batch:
-            cut = how.by(AXIS) if isinstance(how := self.layout(leaves[i]), Layout) else None
-            if cut and cut.parts < everywhere:
-                return (
-                    f"batch leaf {signature.names[i]} is kept in shards within groups of devices, which is for state: "
-                    "pass the examples of this process as a plain array"
-                )
-        devices = [everywhere if spans(leaves[i]) else own for i in arrays]
-        return batch.problem([signature.names[i] for i in arrays], [leaves[i] for i in arrays], devices)
 
 
 def without_aliases(state: Sequence[Any]) -> list[Any]:
