@@ -133,7 +133,7 @@ class Placer:
         """Each process's part of the batch as one global array, the parts in the order of their places on the axis of
         data; with its padding."""
         if self.mesh.size == 1:
-            local = {self.local_devices[0]}
+            local = set(self.local_devices)
             own = lambda x: type(x) is np.ndarray or (isinstance(x, jax.Array) and x.devices() == local)
             if all(map(own, leaves)):  # jit itself is faster
                 return list(leaves)
