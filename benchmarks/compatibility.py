@@ -79,9 +79,9 @@ def split() -> Iterator[list[Step]]:
     """Collect the steps that are placed within this context."""
     from jaxdist.placements import report
     from jaxdist.placements.values import Split
-    from jaxdist.step import placed
+    from jaxdist.step.placed import PlacedStep
 
-    shipped, steps = placed.place, []
+    shipped, steps = PlacedStep.place, []
 
     def place(*args: Any) -> Any:
         found = shipped(*args)
@@ -91,11 +91,11 @@ def split() -> Iterator[list[Step]]:
             steps.append(Step(examples, repeated))
         return found
 
-    placed.place = place
+    PlacedStep.place = place  # type: ignore[method-assign]
     try:
         yield steps
     finally:
-        placed.place = shipped
+        PlacedStep.place = shipped
 
 
 def compare(expected: Numbers, got: Numbers) -> dict[str, float]:

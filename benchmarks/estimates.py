@@ -31,7 +31,6 @@ import report
 import jaxdist
 from jaxdist.mesh import mesh_of
 from jaxdist.runtime.context import machine_of
-from jaxdist.step.choice import Estimate
 
 NEAR = 1.05
 """Ratio to the fastest candidate up to which the preferred one counts as right, above the noise of rounds."""
@@ -127,7 +126,8 @@ class Candidate:
         self._step.program(*self._state, self._x)
         own = mesh_of(mesh, jaxdist.get_context().devices)
         machine = machine_of(own)
-        self.estimate = Estimate.of(self._step.forecast(own, machine, (*self._state, x)), machine)
+        ahead = self._step.forecast(own, machine, (*self._state, x)).ahead()
+        self.estimate = ahead.times(ahead.sent(machine), machine)
         self.run(2)
 
     def run(self, steps: int) -> float:
@@ -156,8 +156,7 @@ def measure(models: Sequence[str], rounds: int, steps: int) -> dict[str, list[Se
             for each, one in zip(took, candidates, strict=True):
                 each.append(one.run(steps))
         rows = [
-            (one.name, one.estimate.times.seconds, *report.spread(each))
-            for one, each in zip(candidates, took, strict=True)
+            (one.name, one.estimate.seconds, *report.spread(each)) for one, each in zip(candidates, took, strict=True)
         ]
         found[model] = sorted(rows, key=lambda row: row[1])
     return found

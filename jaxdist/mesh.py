@@ -6,8 +6,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import AxisType, Mesh
@@ -21,17 +20,11 @@ MODEL, SEQUENCE = "model", "sequence"
 NAMES = (MODEL, SEQUENCE, GROUP, AXIS)
 
 
-@dataclass(frozen=True)
-class Axis:
-    """One axis of a mesh."""
+class Axis(NamedTuple):
+    """One axis of a mesh, as `jax.make_jaxpr` takes it (``axis_env``)."""
 
     name: str  # that collectives say
     size: int  # the number of devices along it
-
-
-def bound(axes: Sequence[Axis]) -> list[tuple[str, int]]:
-    """The axes as `jax.make_jaxpr` takes them: ``axis_env``."""
-    return [(axis.name, axis.size) for axis in axes]
 
 
 Groups = tuple[tuple[int, ...], ...]
@@ -42,11 +35,8 @@ def in_groups(mesh: Mesh, groups: int) -> Mesh:
     """Return a mesh with its data axis as two: groups of devices in a row, and the devices of each."""
     if groups == 1:
         return mesh
-    names, sizes = list(mesh.axis_names), list(mesh.devices.shape)
-    k = names.index(AXIS)
-    names.insert(k, GROUP)
-    sizes[k : k + 1] = groups, sizes[k] // groups
-    return Mesh(mesh.devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+    cut = lambda name, size: {GROUP: groups, AXIS: size // groups} if name == AXIS else {name: size}
+    return _mesh(mesh.devices, {key: n for axis in mesh.shape.items() for key, n in cut(*axis).items()})
 
 
 @functools.cache
@@ -54,11 +44,11 @@ def in_a_row(mesh: Mesh) -> Mesh:
     """Undo `in_groups`; other meshes stay unchanged."""
     if GROUP not in mesh.axis_names:
         return mesh
-    names, sizes = list(mesh.axis_names), list(mesh.devices.shape)
-    k = names.index(GROUP)
-    del names[k]
-    sizes[k : k + 2] = [sizes[k] * sizes[k + 1]]
-    return Mesh(mesh.devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+    return _mesh(mesh.devices, {n: data_size(mesh) if n == AXIS else k for n, k in mesh.shape.items() if n != GROUP})
+
+
+def _mesh(devices: Any, sizes: Mapping[str, int]) -> Mesh:
+    return Mesh(np.reshape(devices, [*sizes.values()]), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 Sizes = Mapping[str, int]
@@ -72,7 +62,7 @@ def mesh_of(given: Sizes | Mesh, devices: Sequence[Any], owner: object = "the jo
     if unknown := [name for name in names if name not in valid]:
         raise ValueError(f"mesh: unknown axis {unknown[0]!r}; valid: {', '.join(valid)}")
     if isinstance(given, Mesh):
-        return Mesh(given.devices, names, axis_types=(AxisType.Auto,) * len(names))
+        return _mesh(given.devices, given.shape)
     sizes = list(given.values())
     if not sizes or any(type(size) is not int or (size < 1 and size != -1) for size in sizes) or sizes.count(-1) > 1:
         raise ValueError(f"mesh={dict(given)}: expected the size of each axis, -1 for one of them at most")
@@ -80,7 +70,7 @@ def mesh_of(given: Sizes | Mesh, devices: Sequence[Any], owner: object = "the jo
     sizes = [len(devices) // rest if size == -1 else size for size in sizes]
     if math.prod(sizes) != len(devices):
         raise ValueError(f"mesh={dict(given)}: {owner} has {len(devices)} devices, which these sizes don't make")
-    return Mesh(np.array(devices).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+    return _mesh(np.array(devices), dict(zip(names, sizes, strict=True)))
 
 
 def axes_of_mesh(mesh: Mesh) -> tuple[Axis, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -38,6 +38,13 @@ class Traced:
         """A digest of its computation and messages."""
         return dataflow(self.program)
 
+    def parts(self) -> dict[str, list[Operation]]:
+        """What to compare of two that differ, in this order, by name in messages."""
+        return {
+            "operation": operations(self.source),
+            "operation of a device's program": operations(self.program),
+        }
+
 
 def agree(
     context: Context, tag: str, about: Description, what: str, program: Traced | None, values: Sequence[Any] = ()
@@ -58,11 +65,11 @@ def _programs(context: Context, tag: str, call: str, program: Traced | None, gro
     """Describe how programs differ between groups of ranks."""
     assert program is not None
     first, other = groups[0][0], groups[1][0]
-    told = [f(program) for f in _PARTS.values()] if context.rank in (first, other) else None
+    told = program.parts() if context.rank in (first, other) else {}
     details = context.control.exchange(f"{tag} operations", told, context.timeout, call)
-    pairs = zip(_PARTS, map(first_difference, details[first], details[other]), strict=True)
+    pairs = ((what, _first_difference(lines, details[other][what])) for what, lines in details[first].items())
     what, found = next((pair for pair in pairs if pair[1]), ("", None))
-    return f"{call}: the ranks have different programs, and none has run. {explained(found, groups, what)}\n{_ADVICE}"
+    return f"{call}: the ranks have different programs, and none has run. {_explained(found, groups, what)}\n{_ADVICE}"
 
 
 def _advice(name: str) -> str:
@@ -75,14 +82,7 @@ def _advice(name: str) -> str:
     return "Build the same model on every rank, and pass batches of the same shape (drop or pad the tail of the data)"
 
 
-_PARTS: dict[str, Callable[[Traced], list[Operation]]] = {
-    "operation": lambda new: operations(new.source),
-    "operation of a device's program": lambda new: operations(new.program),
-}
-"""The parts of two different programs to compare, in this order, by name in messages."""
-
-
-def first_difference(
+def _first_difference(
     one: Sequence[Operation], other: Sequence[Operation]
 ) -> tuple[Operation | None, Operation | None] | None:
     """The first operation of each of two programs that the other does not have, or has elsewhere."""
@@ -94,8 +94,8 @@ def first_difference(
     return next(((a, b) for a, b in zip_longest(one, other) if a is None or b is None or a.digest != b.digest), None)
 
 
-def explained(
-    found: tuple[Operation | None, Operation | None] | None, groups: Sequence[Sequence[int]], what: str = "operation"
+def _explained(
+    found: tuple[Operation | None, Operation | None] | None, groups: Sequence[Sequence[int]], what: str
 ) -> str:
     """A difference, for a person."""
     if found is None:

@@ -9,9 +9,12 @@ Nothing less is enough: gloo ends a process that gets messages of a different pr
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from typing import NamedTuple
+
+import jax
 
 from jaxdist.control.channel import Control
 from jaxdist.runtime.context import Context
@@ -41,12 +44,31 @@ class Ledger:
         self._last, self._run = b"", 0  # the last call, and how often it was made in a row
         self._turns: dict[tuple[bytes, int], bytes] = {}  # the call that followed a run of equal calls
         self._announced: dict[int, int] = {}  # where other ranks are that make a call nobody expects
-        if context.size > 1:
+        self._alone = context.size == 1
+        self._thread: threading.Thread | None = None  # that has made the last call
+        self._output: jax.Array | None = None  # of its program
+        if not self._alone:
             self._control.position = lambda: self.count
             self._control.listen("enter", lambda rank, entry: self._waits(rank, *entry))
             self._control.listen(_NEXT, self._announces)
             self._control.listen("bye", self._left)
             self._control.listen(_FAILED, self._has_failed)
+
+    def begin(self) -> None:
+        """Begin a call: wait for the one before, if a different thread made it.
+
+        XLA runs the programs of one thread on CPUs one after the other. Those of two run at once, and would take each
+        other's messages."""
+        if self._alone or (thread := threading.current_thread()) is self._thread:
+            return
+        output, self._output, self._thread = self._output, None, thread
+        with contextlib.suppress(RuntimeError):  # it was donated to a later program, or its own program failed
+            if output is not None:
+                output.block_until_ready()
+
+    def dispatched(self, output: jax.Array | None) -> None:
+        """The call's program was dispatched; `output`: an array of its result, None if it has ended."""
+        self._output = output
 
     def waits(self, entry: Entry) -> bool:
         """Check whether a call must be compared first: it is not expected, a rank waits for the comparison, or the

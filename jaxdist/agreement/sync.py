@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import struct
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.compat import under_no_mesh
 from jaxdist.errors import SyncError, in_words
 from jaxdist.ir.fingerprint import checksum, type_text
-from jaxdist.placements.layouts import Padded
+from jaxdist.placements.layouts import Padded, physical
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.tracebacks import api_boundary
 
@@ -69,8 +68,8 @@ class Leaf(NamedTuple):
 
     name: str  # its path in the tree
     kind: str  # type, shape and layout
-    sums: tuple[tuple[str, int], ...]  # device and checksum wherever this process has the whole value
-    slices: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()  # of slices that several devices have
+    # the value, "", or each slice that several devices have; and on this process's devices the checksum of its bits
+    parts: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
 
 
 def compare(context: Context, tree: Any, tag: str, prefix: str) -> None:
@@ -81,14 +80,14 @@ def compare(context: Context, tree: Any, tag: str, prefix: str) -> None:
             leaves = describe(tree)
         except Exception as error:
             raise SyncError(f"{prefix} can't be compared: {in_words(error)}") from error
-        wholes = [(leaf.name, leaf.kind, leaf.sums[:1] and leaf.sums[0][1]) for leaf in leaves]
-        uniform = all(len({s for _, s in sums}) < 2 for leaf in leaves for _, sums in (("", leaf.sums), *leaf.slices))
-        slices = grouped((name, sums[0][1]) for leaf in leaves for name, sums in leaf.slices)
-        return Part(leaves, told=(_digest(wholes), uniform, {name: _digest(sums) for name, sums in slices.items()}))
+        kinds = [(leaf.name, leaf.kind) for leaf in leaves]
+        uniform = all(len({s for _, s in sums}) == 1 for leaf in leaves for _, sums in leaf.parts)
+        bits = grouped((part, (leaf.name, sums[0][1])) for leaf in leaves for part, sums in leaf.parts)
+        return Part(leaves, told=(_digest(kinds), uniform, {part: _digest(own) for part, own in bits.items()}))
 
     leaves, told = on_every_rank(context, tag, examine, raises=(SyncError,))
-    slices = grouped(one for *_, own in told for one in own.items())
-    same = len({digest for digest, *_ in told}) == 1 and all(len(set(digests)) == 1 for digests in slices.values())
+    parts = grouped(one for *_, own in told for one in own.items())
+    same = len({digest for digest, *_ in told}) == 1 and all(len(set(digests)) == 1 for digests in parts.values())
     if same and all(uniform for _, uniform, _ in told):
         return
     found = differences(context.control.exchange(f"{tag} details", leaves, context.timeout))
@@ -112,7 +111,7 @@ def differences(everyone: Sequence[Sequence[Leaf]]) -> list[str]:
         if len(kinds) > 1:
             found.append(f"{name} is {listed(kinds)}")
             continue
-        parts = [{"": table[name].sums, **dict(table[name].slices)} for table in tables]
+        parts = [dict(table[name].parts) for table in tables]
         for part in sorted({part for own in parts for part in own}):
             sums = [own.get(part, ()) for own in parts]
             groups = grouped((s, (rank, device)) for rank, own in enumerate(sums) for device, s in own)
@@ -135,46 +134,42 @@ def _places(group: Sequence[tuple[int, str]], holders: Sequence[int]) -> str:
 
 
 def _leaf(name: str, x: Any) -> Leaf:
-    if type(x) is Padded:
-        n = len(x.array.sharding.device_set)
-        parts = math.prod(cut.parts for cut in x.layout.cuts)
-        shared = f" in groups of {parts}" if parts < n else ""
-        dims = " and ".join(map(str, x.layout.dims))
-        kind = f"{type_text(x.dtype, x.shape)} in shards along axis {dims} over {n} devices{shared}, padded"
-        return Leaf(name, kind, (), _slices(x.array, x.shape))
-    if isinstance(x, jax.Array):
-        if x.is_deleted():
+    if isinstance(x, (jax.Array, Padded)):
+        array = physical(x)
+        if array.is_deleted():
             raise ValueError(f"{name} was donated to a step, which may have written over it: check what came back")
-        own, n = x.sharding, len(x.sharding.device_set)
-        if not own.is_fully_replicated:
-            spec = f" by {own.spec}" if isinstance(own, NamedSharding) else ""
-            return Leaf(
-                name, f"{type_text(x.dtype, x.shape)} in shards{spec} over {n} devices", (), _slices(x, x.shape)
-            )
-        parts = [(str(shard.device), checksum(_on_host(shard.data))) for shard in x.addressable_shards]
-        return Leaf(name, f"{type_text(x.dtype, x.shape)} on {n} device{'s' * (n != 1)}", tuple(parts))
+        own, n = array.sharding, len(array.sharding.device_set)
+        where = f"on {n} device{'s' * (n != 1)}"
+        if type(x) is Padded:
+            parts = math.prod(cut.parts for cut in x.layout.cuts)
+            shared = f" in groups of {parts}" if parts < n else ""
+            where = f"in shards along axis {' and '.join(map(str, x.layout.dims))} over {n} devices{shared}, padded"
+        elif not own.is_fully_replicated:
+            where = f"in shards{f' by {own.spec}' if isinstance(own, NamedSharding) else ''} over {n} devices"
+        return Leaf(name, f"{type_text(x.dtype, x.shape)} {where}", _parts(array, x.shape))
     if isinstance(x, (bool, int, float, complex, str, bytes)):
-        return Leaf(name, type(x).__name__, (("", _checksum_scalar(x)),))
+        return Leaf(name, type(x).__name__, (("", (("", zlib.crc32(repr(x).encode())),)),))
     if not hasattr(x, "__array__"):
-        return Leaf(name, type(x).__name__, ())
+        return Leaf(name, type(x).__name__)
     host = np.asarray(x)
-    sums = () if host.dtype.hasobject else (("", checksum(host)),)
-    return Leaf(name, f"{type_text(host.dtype, host.shape)} on the host", sums)
+    kind = f"{type_text(host.dtype, host.shape)} on the host"
+    return Leaf(name, kind, () if host.dtype.hasobject else (("", (("", checksum(host)),)),))
 
 
-def _slices(x: jax.Array, shape: Sequence[int]) -> tuple[tuple[str, tuple[tuple[str, int], ...]], ...]:
-    """Return this process's slices of an array, if several devices hold each slice."""
+def _parts(x: jax.Array, shape: Sequence[int]) -> tuple[tuple[str, tuple[tuple[str, int], ...]], ...]:
+    """Return this process's parts of an array, if several devices hold each part or one holds all of it."""
     places = [tuple(s.indices(n)[:2] for s, n in zip(index, x.shape, strict=True))
               for index in x.sharding.devices_indices_map(x.shape).values()]  # fmt: skip
     numbers = {place: i for i, place in enumerate(sorted(set(places)))}
-    if len(numbers) == len(places):
+    if 1 < len(numbers) == len(places):
         return ()
     found = []
     for shard in x.addressable_shards:
-        place = tuple(s.indices(n)[:2] for s, n in zip(shard.index, x.shape, strict=True))
+        place = tuple(s.indices(n)[:2] for s, n in zip(shard.index, x.shape, strict=False))  # keys have more
         real = tuple(slice(max(0, n - start)) for (start, _), n in zip(place, shape, strict=True))
-        found.append((numbers[place], (str(shard.device), checksum(_on_host(shard.data)[real]))))
-    return tuple((f"slice {i + 1} of {len(numbers)}", tuple(sums)) for i, sums in grouped(found).items())
+        found.append((numbers[place], (str(shard.device), checksum(np.asarray(_on_host(shard.data)[real])))))
+    name = lambda i: f"slice {i + 1} of {len(numbers)}" if len(numbers) > 1 else ""
+    return tuple((name(i), tuple(sums)) for i, sums in grouped(found).items())
 
 
 def _digest(x: Any) -> str:
@@ -183,10 +178,3 @@ def _digest(x: Any) -> str:
 
 def _on_host(x: jax.Array) -> np.ndarray:
     return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
-
-
-def _checksum_scalar(x: Any) -> int:
-    if isinstance(x, (float, complex)):
-        value = complex(x)
-        return zlib.crc32(struct.pack("<dd", value.real, value.imag))
-    return zlib.crc32(x if isinstance(x, bytes) else repr(x).encode())

@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import compat
 from jaxdist.agreement.description import Description, difference
 from jaxdist.agreement.ledger import Entry, Ledger
-from jaxdist.agreement.turns import Turns
 from jaxdist.collectives import in_step
 from jaxdist.collectives.arguments import checked, describe, each, flat, text
 from jaxdist.collectives.mpi import HostMpi, reduces
@@ -42,7 +41,7 @@ class Outside:
         self._ctx = ctx
         self._number = 0
         self._lock = threading.Lock()  # threads must keep one order on all ranks
-        self._turns, self._ledger = ctx.only(Turns), ctx.only(Ledger)
+        self._ledger = ctx.only(Ledger)
         self._planned = functools.lru_cache(maxsize=1024)(self._plan)
         self._first = {d.process_index: d for d in reversed(ctx.devices)}  # of each process
         self._mpi = HostMpi(ctx) if ctx.communicator == "mpi" and ctx.size > 1 else None
@@ -52,7 +51,7 @@ class Outside:
         """Make a call, and return this process's result with the structure of the tree."""
         with self._lock:
             self._number += 1
-            self._turns.begin()
+            self._ledger.begin()
             try:
                 structure, arrays = flat(kind, tree)
                 if arguments.get("op") in ("sum", "prod"):
@@ -109,7 +108,7 @@ class Outside:
         """Run a program; without a part in its result, this rank keeps its own arrays."""
         device = self._first[self._ctx.rank]
         parts = [out.addressable_data(0) for out in program([jax.device_put(x, device) for x in arrays])]
-        self._turns.dispatched(parts[0])
+        self._ledger.dispatched(parts[0])
         if not gets:
             return [x if isinstance(x, jax.Array) else jnp.array(x) for x in arrays]  # NumPy's may change
         # On CPUs, return an array like the user's own, not bound to a device. It shares memory.

@@ -11,7 +11,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 
 from jaxdist import compat
-from jaxdist.mesh import Axis, bound
+from jaxdist.mesh import Axis
 
 T = TypeVar("T")
 
@@ -173,7 +173,7 @@ def inlined(
 ) -> tuple[list[JaxprEqn], list[Any], dict[Any, Any]]:
     """Return the equations of a function of some variables on one device, its results (named
     `results` if given), and its constants."""
-    traced = jax.make_jaxpr(fun, axis_env=bound(axes))(*(v.aval for v in operands))
+    traced = jax.make_jaxpr(fun, axis_env=list(axes))(*(v.aval for v in operands))
     jaxpr, names = traced.jaxpr, dict(zip(traced.jaxpr.invars, operands, strict=True))
     names.update(zip(jaxpr.outvars, results, strict=False))
     eqns = [eqn.replace(invars=renamed(eqn.invars, names), outvars=renamed(eqn.outvars, names)) for eqn in jaxpr.eqns]

@@ -21,7 +21,7 @@ from jaxdist import compat
 from jaxdist.communicators import exchange
 from jaxdist.ir.operations import SHAPE_ONLY
 from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, reduce_shard_p
-from jaxdist.mesh import NAMES, bound
+from jaxdist.mesh import NAMES
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.strategy import Placed
@@ -263,7 +263,7 @@ class Emitter:
 
         # Axes with one device have no pass, and the user's own code may name them.
         alone = [(name, 1) for name in NAMES if all(name != axis.name for axis in self.infer.mesh)]
-        return jax.make_jaxpr(run, axis_env=[*alone, *bound(self.infer.axes)])(*types)
+        return jax.make_jaxpr(run, axis_env=[*alone, *self.infer.axes])(*types)
 
 
 _JOINS = {"max": lax.max, "min": lax.min, "and": lax.bitwise_and, "or": lax.bitwise_or}

@@ -29,9 +29,8 @@ from jaxdist.planning.footprint import readable
 from jaxdist.planning.report import Candidate, Plan, Traffic, duration, total_of
 from jaxdist.planning.topology import Topology
 from jaxdist.step.calling import AUTO
-from jaxdist.step.choice import chosen, meshes, times
 from jaxdist.step.decorated import DataParallel
-from jaxdist.step.forecast import Ahead, Forecast, Held
+from jaxdist.step.forecast import Ahead, Forecast, Held, chosen, meshes
 
 LEVELS = (0, 1, 2, 3)
 
@@ -81,7 +80,7 @@ class Elsewhere:
         self._forecast: Forecast = step.forecast(self._mesh, self.topology.machine, args)
         if wanted == AUTO:
             on = lambda sizes: self.on(sizes)._forecast
-            self._mesh = chosen(on, self.meshes() or [{AXIS: -1}], self.topology.machine).mesh
+            self._mesh = chosen(on, self.meshes() or [{AXIS: -1}], self.topology.machine)[0]
             self._forecast = self._forecast.on(self._mesh)
 
     def on(self, mesh: Sizes) -> Elsewhere:
@@ -102,7 +101,7 @@ class Elsewhere:
         return self._forecast.repeats
 
     def meshes(self) -> list[dict[str, int]]:
-        """Return the meshes to choose from (see `jaxdist.step.choice.meshes`)."""
+        """Return the meshes to choose from (see `jaxdist.step.forecast.meshes`)."""
         return list(meshes(self.topology.devices, self.topology.per_host, self._forecast.batch))
 
     @property
@@ -149,7 +148,7 @@ class Elsewhere:
         if own is None:
             several = sorted(written.levels)
             self.note(f"the step uses jaxdist.zero at levels {several}; candidates use one")
-        if 3 in levels and not written.knows_parameters and own != 3:
+        if 3 in levels and own != 3 and not any(x.role == "parameter" for x in written.arguments):
             self.note(
                 "cannot plan level 3: no argument of the step receives the updates. Use "
                 "tx.update(grads, opt_state, params)"
@@ -176,10 +175,10 @@ class Elsewhere:
                 overlapped = float(c.overlapped) if self.compiled_for == "cuda" else None
                 between, seconds = c.sent * machine.crossings(c.groups), c.seconds(machine)
                 traffic = Traffic(c.kind, c.times, c.times * c.bytes, c.sent, seconds, overlapped, between)
-                rows.setdefault((self._axes(c, ahead.axes), c.kind), []).append(traffic)
+                rows.setdefault((self._axes(c, ahead.made.placed.axes), c.kind), []).append(traffic)
         fits, shared = needs.peak <= self.memory, ahead.shared
         return Candidate(
-            **vars(times(ahead.flops, ahead.state, ahead.away, needs.collectives, machine)), level=level, own=own,
+            **vars(ahead.times(needs.collectives, machine)), level=level, own=own,
             within=None if not shared else HOST if shared == self.in_host else shared, mesh=mesh, bytes=kept,
             peak=needs.peak, fits=fits if needs.seconds or not fits else None,
             traffic=tuple(total_of(kind, found, axis) for (axis, kind), found in sorted(rows.items())),

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxdist.ir.interpreter import held_at_once
 from jaxdist.mesh import AXIS, Sizes
 from jaxdist.planning.elsewhere import LEVELS, Elsewhere
 from jaxdist.planning.footprint import readable
 from jaxdist.planning.report import FRACTION, STATE, Candidate, Plan, duration
 from jaxdist.step.calling import AUTO
-from jaxdist.step.choice import order, said
-from jaxdist.step.forecast import Ahead
+from jaxdist.step.forecast import Ahead, order, said
 
 _MOST = 10  # compilations, if there are several meshes
 _NAMED = 3  # candidates that a sentence names
@@ -97,15 +94,10 @@ class _Option:
     bound: Candidate  # lower bounds of its needs
 
     def compile(self) -> tuple[Candidate, float]:
-        """Compile it; also return the ratio of its temporaries to `held`."""
+        """Compile it; also return the ratio of its temporaries to the values that it holds at once."""
         needs = self.there.compile(self.ahead)
         found = self.there.candidate(needs, self.bound.level, self.bound.own, self.bound.mesh)
-        return found, needs.temporaries / max(1, self.held)
-
-    @functools.cached_property
-    def held(self) -> int:
-        """Return the bytes of values that the program holds at once, before compilation."""
-        return held_at_once(self.ahead.program.jaxpr)
+        return found, needs.temporaries / max(1, self.ahead.held_at_once)
 
 
 def _options(there: Elsewhere, mesh: str) -> list[_Option]:
@@ -134,7 +126,7 @@ def _search(among: Sequence[_Option]) -> tuple[list[Candidate], list[Candidate]]
     def turn(i: int) -> tuple[bool, float, int]:
         # Assume the same ratio of temporaries to held values as for the same step at other levels.
         known = [r for k, r in ratios.items() if among[k].there is among[i].there] or list(ratios.values())
-        more = statistics.median(known) * among[i].held if known else 0
+        more = statistics.median(known) * among[i].ahead.held_at_once if known else 0
         return order(found[i].seconds, found[i].peak + more, found[i].peak, there.memory)
 
     before = there.compilations

@@ -13,7 +13,7 @@ from jaxdist.machine import FRACTION, REACHED, fraction
 from jaxdist.placements.marks import Within
 from jaxdist.planning.footprint import digits, readable
 from jaxdist.planning.topology import Topology
-from jaxdist.step.choice import Times
+from jaxdist.step.forecast import Times
 from jaxdist.text import text_of
 
 STATE = ("parameters", "optimizer state", "other state")

@@ -3,12 +3,12 @@
 | where | what |
 |---|---|
 | `data_parallel`, `calling` | the decorator, its settings, and the arguments in order |
-| `decorated` | the decorated step, and a call of it |
-| `calls`, `known` | the calls of a step: new ones, which ranks compare; known ones; memory that is gone |
+| `decorated` | the decorated step |
+| `calls`, `known` | a call of it: new, which ranks compare, or known; memory that is gone |
 | `signature`, `reading`, `batch` | the arguments by structure: constants, state, the batch; results like them |
 | `placer` | state and batches are put onto the mesh |
 | `tracing`, `modules` | the step as a jaxpr; objects of nnx |
-| `program_cache`, `program` | the programs of a step; one of them: place, bucket, lower |
-| `forecast`, `choice` | the step on devices that are not here; which mesh is the fastest |
+| `program`, `placed` | the programs of a step; one of them: place, bucket, lower |
+| `forecast` | the step on devices that are not here; which mesh is the fastest |
 | `finite` | NaN by name |
 """

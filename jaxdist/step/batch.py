@@ -102,20 +102,19 @@ def batch_part(x: Any, total: int) -> Any:
     return out
 
 
-def problem(names: Sequence[str], leaves: Sequence[Any], devices: Sequence[int]) -> str | None:
-    """Return the problem with a batch whose leaves must divide by these numbers of devices, or None."""
+def check(names: Sequence[str], leaves: Sequence[Any], devices: Sequence[int]) -> None:
+    """Refuse a batch whose leaves do not divide by these numbers of devices."""
     for name, x, parts in zip(names, leaves, devices, strict=True):
         shape = np.shape(x)
         if not shape:
-            return (
+            raise ValueError(
                 f"batch leaf {name} is a scalar ({x!r}): each leaf of the batch needs a leading axis, one entry an "
                 "example. Pass settings and counters as part of the state, or close over them"
             )
         if not shape[0]:
-            return f"batch leaf {name} is empty (shape {shape}): it needs at least one example"
+            raise ValueError(f"batch leaf {name} is empty (shape {shape}): it needs at least one example")
         if shape[0] % parts:
-            return (
+            raise ValueError(
                 f"batch leaf {name} has {shape[0]} examples (shape {shape}), which can't be divided over the "
                 f"{parts} devices of this process, one of several: pass a multiple of {parts}"
             )
-    return None

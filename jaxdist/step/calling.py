@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class Calling:
         if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             raise ValueError(f"{what}={sorted(unknown)}: the step's parameters are {list(self.names)}")
 
-    def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    def arrange(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
         """All arguments of a call in the order of the parameters, constants as `Static`."""
         if self._signature is not None:
             bound = self._signature.bind(*args, **kwargs)
@@ -103,9 +104,9 @@ class Settings:
 
     step: Callable[..., Any]  # the function
     calling: Calling  # how it is called
-    batch: tuple[Batch, ...] | None  # which arguments are the batch, if the user has said so
+    batch_argnums: tuple[Batch, ...] | None  # which arguments are the batch, if the user has said so
     donate: bool  # whether state that the step returns is donated
-    donated: frozenset[str]  # names of arguments that are
+    donate_argnums: frozenset[str]  # names of arguments that are
     check_finite: bool  # whether NaN and infinity in the result are errors
     check_every: int  # calls between comparisons of the devices' copies; 0 for never
     mesh: Mesh | Sizes | Literal["auto"] | None  # the devices, or the sizes of the axes of all of the job's
@@ -118,15 +119,6 @@ class Settings:
         mesh: Any = self.mesh
         if isinstance(mesh, Mesh):
             mesh = dict(mesh.shape), [device.id for device in mesh.devices.flat]
-        values = {
-            "batch_argnums": self.batch,
-            "donate": self.donate,
-            "donate_argnums": sorted(self.donated),
-            "check_finite": self.check_finite,
-            "check_every": self.check_every,
-            "bucket_bytes": self.bucket_bytes,
-            "compress": self.compress,
-            "mesh": mesh,
-            "layouts": self.layouts,
-        }
-        return [(f"option {name}", repr(value)) for name, value in values.items()]
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values |= {"donate_argnums": sorted(self.donate_argnums), "mesh": mesh}
+        return [(f"option {name}", repr(value)) for name, value in values.items() if name not in ("step", "calling")]

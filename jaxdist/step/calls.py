@@ -6,155 +6,170 @@ import contextlib
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from jaxdist.agreement import sync
 from jaxdist.agreement.calls import CHANGED, agree
 from jaxdist.agreement.description import Description, list_ranks, unlike_the_root
 from jaxdist.agreement.ledger import Entry, Ledger
-from jaxdist.agreement.turns import Turns
+from jaxdist.agreement.meshes import Meshes
 from jaxdist.compat import trace_settings
-from jaxdist.control.watchdog import ActiveCall
 from jaxdist.errors import in_words
 from jaxdist.ir.fingerprint import type_text
+from jaxdist.placements import report
 from jaxdist.placements.layouts import Layout, Padded, physical
 from jaxdist.runtime.compiler import settings as of_jax
-from jaxdist.runtime.context import Context
-from jaxdist.step import batch, modules
+from jaxdist.runtime.context import Context, machine_of
+from jaxdist.step import batch, finite, modules
 from jaxdist.step.calling import Settings
-from jaxdist.step.known import Known, check_there
+from jaxdist.step.known import Known, Taken, check_there
 from jaxdist.step.placer import ELSEWHERE, Placer, checksum, spans
-from jaxdist.step.program import Program
-from jaxdist.step.program_cache import ProgramCache
+from jaxdist.step.program import Program, ProgramCache
 from jaxdist.step.reading import Reader
-from jaxdist.step.signature import Signature, Signatures, flat
+from jaxdist.step.signature import Signature, flat
+from jaxdist.step.tracing import say_once
 
 _log = logging.getLogger("jaxdist")
 _names: dict[str, itertools.count[int]] = {}
 
 
 class Calls:
-    """The calls of one step."""
+    """The calls of one step on one mesh."""
 
-    def __init__(
-        self,
-        base: str,
-        settings: Settings,
-        context: Context,
-        placer: Placer,
-        cache: ProgramCache,
-        reader: Reader,
-        signatures: Signatures,
-        announce: Callable[[Program], None],
-    ):
+    def __init__(self, base: str, settings: Settings, context: Context, mesh: Mesh, passed: Mesh | None = None):
+        context.only(Meshes).connect(mesh)
         self.name, self.number = base, 0
         self._entered = 0  # the last call that this rank has entered for good
-        self._active: ActiveCall | None = None
-        self._settings, self._context, self._placer = settings, context, placer
-        self._cache, self._reader, self._signatures, self._announce = cache, reader, signatures, announce
-        self._ledger, self._turns = context.only(Ledger), context.only(Turns)
+        self._settings, self.context, self.mesh = settings, context, mesh
+        self.placer = Placer(context, mesh, passed)
+        self.cache = ProgramCache(settings, mesh, machine_of(mesh), self.placer, context.rules or context.communicator)
+        self.reader = Reader(base, settings, self.placer, self.cache)
+        self._ledger = context.only(Ledger)
         self._several = context.size > 1
         self._latest: dict[Any, Known] = {}  # by structure
-        self._known: dict[Any, Known] = {}
+        self._known: dict[Any, Known] = {}  # by all that a program is for
         self._agreed: set[bytes] = set()  # digests of calls that all ranks have made
         self._unsure: set[Signature] = set()  # of calls in which all ranks have passed the same batch so far
-        self._announced: set[Program] = set()
+        self._taken = Taken(base)
+        self._warned = False  # of what is gathered
 
     def clear(self) -> None:
         """Forget the programs of earlier calls."""
+        self.cache.clear()
         self._latest.clear()
         self._known.clear()
 
-    def begin(self) -> None:
-        """A call begins."""
-        self._turns.begin()
+    def run(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> Any:
+        """The result of a call: its program, known or new, on its arguments, once they are on the mesh."""
+        self._ledger.begin()
         if not self.number:
             count = next(_names.setdefault(self.name, itertools.count()))
             self.name += f"#{count}" * bool(count)
-        self.number, self._active = self._entered + 1, None
+        self.number = self._entered + 1
         self._ledger.check_all_here(self.name)
-
-    def find(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> tuple[Known, Sequence[Any]]:
-        """Return the known call for these arguments, and its leaves, with the state on the mesh."""
+        objects = None
         try:
             leaves, tree = flat(args, keywords)
-            known = latest = self._latest.get(tree)
-            settings = trace_settings(), self._cache.looked_for
-            if known is None or not known.fits(leaves, self._placer.batch_key, settings) or known.gone(leaves):
-                if known is None and modules.found(args):
-                    raise modules.FoundError
-                check_there(self.name, self._settings.calling, args, keywords, leaves)
-                known, moved = self._look_up(args, keywords, leaves, tree, settings)
-            else:
-                moved = ()
-        except modules.FoundError:
-            raise
+            if tree not in self._latest and modules.found(args):
+                args, objects = modules.split(args)
+                leaves, tree = flat(args, keywords)
+            known, moved = self._look_up(args, keywords, leaves, tree)
         except Exception as error:
-            clearer = self._reader.bad_constant(args, keywords)
-            self.report(clearer or error)
-            if clearer is None:
-                raise
-            raise clearer from None
-        differs: dict[int, list[int]] = {}
-        fresh = known is not latest and (tree, known.constants) not in self._signatures
-        fresh |= self._with_bits and known.signature in self._unsure
-        new = fresh or moved or known.entry.digest not in self._agreed or self._with_bits
-        if self._several and (new or self._ledger.waits(known.entry)):
-            differs = self._compare(known, leaves, fresh, moved)
-        if fresh:
-            self._signatures[tree, known.constants] = known.signature
-        if moved:
-            leaves = self._moved(known, leaves, moved, differs)
-            known = self._known.setdefault(self._key(known.signature, known.signature.data(leaves), settings), known)
-        if known is not latest:
-            self._latest[tree] = known.like(leaves)
-        if known.program not in self._announced:
-            self._announced.add(known.program)
-            self._announce(known.program)
-        return known, leaves
+            self._report(error)
+            raise
+        leaves = self._settled(known, leaves, tree, moved)
+        state, batch = known.arguments(leaves, self.placer)
+        result, found = self._call(known, state, batch)
+        program, name, call = known.program, self.name, self.number
+        if program.donated:
+            self._taken.step, self._taken.call, self._taken.state = name, call, program.taken(state)
+            if program.virtual:  # where NumPy looks at one device's part JAX keeps it, and would crash on the others
+                for x in self._taken.state:
+                    x.delete()
+        if found is not None:
+            kinds = (True, True) if self._settings.check_finite else self.cache.looked_for or (True, True)
+            finite.examine(program.placed.step.checked, found, self.mesh, f"step {name!r}, call {call}: ", kinds)
+        if self._settings.check_every and call % self._settings.check_every == 0:
+            sync.compare(self.context, result, f"check of {name} call {call}", f"step {name!r}, call {call}: result")
+        return result if objects is None else modules.update(objects, result)
+
+    def _call(self, known: Known, state: Sequence[Any], batch: Sequence[Any]) -> tuple[Any, Any]:
+        """Run the program. From here on nothing stops this rank from its collectives."""
+        if not self._several:
+            self._entered = self.number
+            return known.program(state, batch)
+        self._ledger.enter(known.entry)
+        active = self.context.watchdog.enter(f"step {self.name!r}, call {self.number}")
+        self._entered = self.number
+        try:
+            result, found = known.program(state, batch)
+        except BaseException as error:
+            active.finish(None, type(error).__name__)
+            self._ledger.failed(error)
+            self.context.control.process.stay_if_ending()  # a rank that left may be its cause
+            raise
+        active.finish(result)
+        self._ledger.dispatched(active.output)
+        return result, found
 
     def _look_up(
-        self, args: tuple[Any, ...], keywords: tuple[str, ...], leaves: list[Any], tree: Any, settings: Any
-    ) -> tuple[Known, Sequence[int]]:
-        """Look up a call by its key. Also returns the leaves of the state that have to move."""
-        constants = self._signatures.constants(tree, leaves)
-        signature = self._signatures.get((tree, constants))
-        if signature is None:
-            signature = self._reader.read(args, keywords)
-            self._signatures.numbers[tree] = signature.numbers
-            constants = self._signatures.constants(tree, leaves)
+        self, args: tuple[Any, ...], keywords: tuple[str, ...], leaves: list[Any], tree: Any
+    ) -> tuple[Known, Sequence[int] | None]:
+        """Return the call for these arguments; unless it is the latest, also the leaves of the state that must move."""
+        settings, latest = (trace_settings(), self.cache.looked_for), self._latest.get(tree)
+        if latest is not None and latest.fits(leaves, self.placer.batch_key, settings) and not latest.gone(leaves):
+            return latest, None
+        check_there(self.name, self._settings.calling, args, keywords, leaves)
+        signature = self.reader.signature(args, keywords, leaves, tree)
         data = signature.data(leaves)
-        key = self._key(signature, data, settings)
+        own = [self.placer.batch_key(data[i]) for i in signature.batch]
+        kept = [(_type(data[i]), self.placer.layout(data[i])) for i in signature.state]
+        key = signature, settings, *own, *kept
         known = self._known.get(key)
         if known is None:
-            self._check(signature, data)
-            program = self._cache.program(signature, data)
+            self.placer.check(signature, data)
+            program, constants = self.cache.program(signature, data), self.reader.constants(tree, leaves)
             out = {i for i, *_ in constants}
             at = [i for i in range(len(leaves)) if i not in out]
-            own = [self._placer.batch_key(data[i]) for i in signature.batch]
-            entry = self._entry(signature, data, program)
-            known = self._known[key] = Known(program, signature, constants, settings, at, own, entry)
+            known = Known(program, constants, settings, at, own, self._entry(signature, data, program))
+            self._known[key] = known
+            self.announce(program)
         layouts = known.program.placed.layouts
-        return known, [i for i in signature.state if self._placer.layout(data[i]) is not layouts[i]]
+        return known, [i for i, (_, how) in zip(signature.state, kept, strict=True) if how is not layouts[i]]
 
-    def _key(self, signature: Signature, data: Sequence[Any], settings: Any) -> Any:
-        """Return the key that selects a program."""
-        placer = self._placer
-        state = [(_type(data[i]), placer.layout(data[i])) for i in signature.state]
-        return signature, settings, tuple(state), tuple(placer.batch_key(data[i]) for i in signature.batch)
+    def _settled(self, known: Known, leaves: Sequence[Any], tree: Any, moved: Sequence[int] | None) -> Sequence[Any]:
+        """Return the leaves of a call on which all ranks agree, with the state on the mesh."""
+        fresh = moved is not None and (tree, known.constants) not in self.reader.signatures
+        differs: dict[int, list[int]] = {}
+        if self._several:
+            fresh |= self._with_bits and known.signature in self._unsure
+            new = fresh or moved or known.entry.digest not in self._agreed or self._with_bits
+            if new or self._ledger.waits(known.entry):
+                differs = self._compare(known, leaves, fresh, moved or ())
+        if moved is not None:
+            self.reader.signatures[tree, known.constants] = known.signature
+            leaves = self._moved(known, leaves, moved, differs) if moved else leaves
+            known.remember(leaves)
+            self._latest[tree] = known
+        return leaves
 
-    def _check(self, signature: Signature, data: Sequence[Any]) -> None:
-        names = signature.names
-        batch = [data[i] for i in signature.batch]
-        if problem := self._placer.batch_problem([names[i] for i in signature.batch], batch):
-            raise ValueError(problem)
-        for i in signature.state:
-            if problem := self._placer.state_problem(data[i]):
-                raise ValueError(f"state leaf {names[i]} {problem}")
+    def announce(self, made: Program) -> None:
+        """Warn about slow parts of a program, once."""
+        placed = [one.placed for one in made.placed.emitted[1]]
+        if not placed or not self.context.is_root or self._warned:
+            return
+        text = report.warning(placed)
+        if self._settings.batch_argnums is None:
+            text = text or made.placed.unsplit()
+        if text:
+            self._warned = True  # and once of a step that is decorated anew, in a loop or for each trial
+            say_once(f"step {self.reader.name!r}: {text}")
 
     # --- between ranks
 
@@ -168,45 +183,43 @@ class Calls:
     def _tag(self) -> str:
         return f"call {self._ledger.count + 1} of the job"
 
-    def _entries(self, signature: Signature, data: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-        """Return the properties of a call that must be the same on all ranks."""
+    def _entries(self, signature: Signature, data: Sequence[Any], layouts: Sequence[Any]) -> list[tuple[str, str]]:
+        """Return the properties of a call with these leaves, kept so, that must be the same on all ranks."""
         entries = [*self._settings.said(), *((f"constant {name}", value) for name, value in signature.constants)]
         entries += [(f"setting {name}", value) for name, value in of_jax().items()]
-        entries.append(("setting for NaN and infinity", str(self._cache.looked_for)))
-        for name, is_batch, x in zip(signature.names, signature.is_batch, data, strict=True):
+        entries.append(("setting for NaN and infinity", str(self.cache.looked_for)))
+        for name, is_batch, x, how in zip(signature.names, signature.is_batch, data, layouts, strict=True):
             if is_batch:
                 entries.append((f"leaf {name}", f"{_type_of(x)} (batch)"))
                 continue
-            how = self._placer.layout(x)
             where = "" if how is ELSEWHERE else ", on the mesh" if how is None else f", in shards along axis {how.dims}"
             where += " in the host's memory" if isinstance(how, Layout) and how.host else ""
             entries.append((f"leaf {name}", f"{_type_of(x)} (state{where})"))
-        return tuple(entries)
+        return entries
 
     def _entry(self, signature: Signature, data: Sequence[Any], program: Program) -> Entry:
         """Return the ledger's entry for a call with these leaves once they are on the mesh."""
         if not self._several:
             return Entry(b"", "")
-        types = [(_type_of(x), how and str(how)) for x, how in zip(data, program.placed.layouts, strict=True)]
-        said = self.name, self._settings.said(), signature.constants, signature.names, signature.is_batch, types
-        digest = hashlib.blake2b(repr(said).encode(), digest_size=16)
-        digest.update(program.traced.digest.encode())
+        said = self.name, self._entries(signature, data, program.placed.layouts), program.traced.digest
+        digest = hashlib.blake2b(repr(said).encode(), digest_size=16).digest()
         shown = [f"{signature.names[i]} {_type_of(data[i])}" for i in signature.batch[:4]]
         text = f"step {self.name!r}" + (f" with a batch of {', '.join(shown)}" if shown else "")
         if signature.constants:  # the difference must show here
             values = ", ".join(f"{name}={value}" for name, value in signature.constants)
             short = hashlib.sha256(values.encode()).hexdigest()[:8]
             text += f" and {values}" if len(values) < 200 else f" and constants (digest {short})"
-        return Entry(digest.digest(), text)
+        return Entry(digest, text)
 
     def _compare(
         self, known: Known, leaves: Sequence[Any], fresh: bool, moved: Collection[int]
     ) -> dict[int, list[int]]:
         """Compare a call that is new; the leaves that are not the same on all ranks, and the ranks where not."""
-        signature, context = known.signature, self._context
+        signature, context = known.signature, self.context
         data = signature.data(leaves)
-        about = Description(f"step {self.name!r}, call {self.number}", self._entries(signature, data))
-        values = [_value(x, self._placer, fresh or i in moved, self._with_bits) for i, x in enumerate(data)]
+        entries = tuple(self._entries(signature, data, list(map(self.placer.layout, data))))
+        about = Description(f"step {self.name!r}, call {self.number}", entries)
+        values = [_value(x, self.placer, fresh or i in moved, self._with_bits) for i, x in enumerate(data)]
         everyone = agree(context, self._tag, about, known.entry.text, known.program.traced, values)
         self._ledger.unsettled = False
         self._agreed.add(known.entry.digest)
@@ -214,27 +227,24 @@ class Calls:
         for i, of_ranks in enumerate(zip(*everyone, strict=True)):
             if others := list(range(context.size)) if of_ranks[0] is None else unlike_the_root(of_ranks):
                 differs[i] = others
-        copies = [i for i in differs if self._placer.layout(data[i]) is None and not signature.is_batch[i]]
+        copies = [i for i in differs if self.placer.layout(data[i]) is None and not signature.is_batch[i]]
         if copies:
-            raise ValueError(self._changed(signature.names[copies[0]], differs[copies[0]]))
+            raise ValueError(
+                f"step {self.name!r}: state leaf {signature.names[copies[0]]} is an array of all ranks, and rank 0 and "
+                f"rank {list_ranks(differs[copies[0]])} do not hold the same. {CHANGED}"
+            )
         if fresh:
-            tells = self._reader.check(signature, data, everyone, differs, context)
+            tells = self.reader.check(signature, data, everyone, differs, context)
             (self._unsure.discard if tells else self._unsure.add)(signature)
         return differs
 
-    def _changed(self, name: str, others: Sequence[int]) -> str:
-        return (
-            f"step {self.name!r}: state leaf {name} is an array of all ranks, and rank 0 and rank {list_ranks(others)} "
-            f"do not hold the same. {CHANGED}"
-        )
-
-    def report(self, error: Exception) -> None:
+    def _report(self, error: Exception) -> None:
         """The other ranks learn of an error that came before the arguments could be compared."""
         if not self._several:
             return
         about = Description(f"step {self.name!r}, call {self.number}", problem=in_words(error))
         with contextlib.suppress(ValueError):  # this rank raises its own
-            agree(self._context, self._tag, about, f"step {self.name!r}, and an error: {in_words(error)}", None)
+            agree(self.context, self._tag, about, f"step {self.name!r}, and an error: {in_words(error)}", None)
 
     # --- state that is not on the mesh yet
 
@@ -244,9 +254,9 @@ class Calls:
         """Return the leaves, with the state where the program needs it."""
         data, layouts = known.signature.data(leaves), known.program.placed.layouts
         # Shards move between memories without a broadcast.
-        taken = [i for i in moved if not isinstance(self._placer.layout(data[i]), Layout)]
+        taken = [i for i in moved if not isinstance(self.placer.layout(data[i]), Layout)]
         self._say_differs(known, taken, data, differs)
-        placed = self._placer.place_state([data[i] for i in moved], [layouts[i] for i in moved])
+        placed = self.placer.place_state([data[i] for i in moved], [layouts[i] for i in moved])
         out = list(leaves)
         for i, x in zip(moved, placed, strict=True):
             out[known.at[i]] = x
@@ -275,7 +285,7 @@ class Calls:
                 f"{list_ranks(differs[i])}. {advice}"
             )
         differ = sorted(differs)
-        if differ and self._context.is_root:
+        if differ and self.context.is_root:
             also = f" (and {len(differ) - 1} other leaves)" if len(differ) > 1 else ""
             _log.warning(
                 "step %r: state leaf %s%s is not the same on rank 0 and rank %s: all continue with rank 0's value",
@@ -284,34 +294,10 @@ class Calls:
 
     def _may_be_batch(self, signature: Signature, data: Sequence[Any]) -> set[int]:
         """Leaves of the state that could as well be the batch, since all arrays of their argument have one length."""
-        if self._settings.batch is not None:
+        if self._settings.batch_argnums is not None:
             return set()
         lengths = [(at, set(batch.sizes([data[i] for i in at])) - {None}) for _, at, _ in signature.arguments]
         return {i for at, own in lengths if len(own) == 1 for i in at}
-
-    # --- the call itself
-
-    def enter(self, known: Known) -> None:
-        """The program is about to run: nothing stops this rank from its collectives."""
-        if self._several:
-            self._ledger.enter(known.entry)
-            self._active = self._context.watchdog.enter(f"step {self.name!r}, call {self.number}")
-        self._entered = self.number
-
-    def failed(self, error: BaseException) -> None:
-        """The call has ended with an error."""
-        if self._active is not None:
-            self._active.finish(None, type(error).__name__)
-        if self._several:
-            self._ledger.failed(error)
-        self._context.control.process.stay_if_ending()  # a rank that left may be its cause
-
-    def returned(self, result: object) -> None:
-        """The program has returned, and may still run."""
-        if self._several:
-            assert self._active is not None
-            self._active.finish(result)
-            self._turns.dispatched(self._active.output)
 
 
 def _type(x: Any) -> Any:

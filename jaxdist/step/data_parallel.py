@@ -41,19 +41,7 @@ def data_parallel(
     *, mesh: Mesh | None = ..., **options: Unpack[Options]
 ) -> Callable[[Callable[P, R]], DataParallel[P, R]]: ...
 def data_parallel(
-    step: Callable[..., Any] | None = None,
-    *,
-    batch_argnums: Batch | Sequence[Batch] | None = None,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
-    donate_argnums: int | Sequence[int] = (),
-    donate_argnames: str | Sequence[str] = (),
-    donate: bool = False,
-    check_finite: bool = False,
-    check_every: int = 0,
-    bucket_bytes: int | None = None,
-    compress: Compression | None = None,
-    mesh: Mesh | None = None,
+    step: Callable[..., Any] | None = None, *, mesh: Mesh | None = None, **options: Unpack[Options]
 ) -> Any:
     """Run a pure train step, written for one device, on every device of the job.
 
@@ -84,24 +72,24 @@ def data_parallel(
         not returned. Results of an earlier step, `restore`, or `shard` are state. In one process the choice does not
         change the result. With several, the ranks compare the values at the first call and raise an error if they
         contradict the choice.
-      static_argnums: arguments that are constants of the program, as in `jax.jit`.
+      static_argnums: arguments that are constants of the program, as in `jax.jit`; none by default.
       static_argnames: names of such arguments.
       donate_argnums: state arguments whose memory the results may reuse, as in `jax.jit`. They cannot be used after the
-        call.
+        call. None by default.
       donate_argnames: names of such arguments.
-      donate: donate every state argument whose structure, shapes, and dtypes occur in the result as often as among the
-        arguments, except single numbers.
-      check_finite: after each call, raise an error on every rank if the result (or a value passed to
+      donate: if True, donate every state argument whose structure, shapes, and dtypes occur in the result as often as
+        among the arguments, except single numbers.
+      check_finite: if True, after each call raise an error on every rank if the result (or a value passed to
         `jaxdist.check_finite`) has a NaN or an infinity. Each call waits for the step, and state is not donated.
       check_every: compare values that every device holds, bit for bit, every this many calls, like
-        `jaxdist.check_sync`; 0 disables it. Waits for that step.
+        `jaxdist.check_sync`; 0, the default, disables it. Waits for that step.
       bucket_bytes: combine gradients of one dtype into messages of about this size; 0 sends each separately. The
         default is 1 MiB between CPU processes, 256 KiB between the devices of one process, and 0 on GPUs, where XLA
         combines them.
-      compress: ``"bf16"`` or ``"fp16"`` to send wider gradients in 16 bits. Between CPU processes, each device's part
-        is rounded, parts are added in float32, and the sum is rounded: the relative error is at most 2**-8 (bf16) or
-        2**-10 (fp16) of the sum of the parts' magnitudes. On GPUs, NCCL also rounds partial sums. Nothing else is
-        compressed.
+      compress: ``"bf16"`` or ``"fp16"`` to send wider gradients in 16 bits; by default they keep their type. Between
+        CPU processes, each device's part is rounded, parts are added in float32, and the sum is rounded: the relative
+        error is at most 2**-8 (bf16) or 2**-10 (fp16) of the sum of the parts' magnitudes. On GPUs, NCCL also rounds
+        partial sums. Nothing else is compressed.
       mesh: the devices to use, with one axis named ``"data"``. The default is all devices of the job.
 
     Returns:
@@ -133,11 +121,6 @@ def data_parallel(
         raise TypeError(f"mesh={mesh!r}: a jax.sharding.Mesh; jaxdist.parallel takes sizes of axes, and 'auto'")
     if mesh is not None and mesh.axis_names != (AXIS,):
         raise ValueError(f"mesh has axes {mesh.axis_names}; data_parallel needs one, named {AXIS!r}")
-    options = Options(
-        batch_argnums=batch_argnums, static_argnums=static_argnums, static_argnames=static_argnames,
-        donate_argnums=donate_argnums, donate_argnames=donate_argnames, donate=donate,
-        check_finite=check_finite, check_every=check_every, bucket_bytes=bucket_bytes, compress=compress,
-    )  # fmt: skip
     return decorator(step, mesh, None, options)
 
 

@@ -8,34 +8,29 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, overload
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, cast, overload
 
 import jax
 from jax.sharding import Mesh
 
-from jaxdist.agreement import sync
-from jaxdist.agreement.meshes import Meshes
+from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.compat import under_no_mesh
 from jaxdist.errors import StepError
 from jaxdist.ir.primitives import plain_p
 from jaxdist.ir.trace import inside_step, with_axis
 from jaxdist.machine import Machine
 from jaxdist.mesh import Sizes, mesh_of
-from jaxdist.placements import report
 from jaxdist.placements.strategy import Placed
 from jaxdist.runtime.context import Context, get_context, machine_of
-from jaxdist.step import finite, modules
+from jaxdist.step import modules
 from jaxdist.step.calling import AUTO, Settings
 from jaxdist.step.calls import Calls
-from jaxdist.step.choice import agreed, choose
-from jaxdist.step.forecast import Forecast
-from jaxdist.step.known import Taken, check_there
-from jaxdist.step.placer import Placer, on_one_device
+from jaxdist.step.forecast import Forecast, choose, said
+from jaxdist.step.known import check_there
+from jaxdist.step.placer import on_one_device
 from jaxdist.step.program import Program
-from jaxdist.step.program_cache import ProgramCache
-from jaxdist.step.reading import Reader
-from jaxdist.step.signature import Signature, Signatures, flat
-from jaxdist.step.tracing import is_traced, say_once
+from jaxdist.step.signature import Signature, flat
+from jaxdist.step.tracing import is_traced
 from jaxdist.tracebacks import api_boundary
 
 P = ParamSpec("P")
@@ -51,12 +46,8 @@ class DataParallel(Generic[P, R]):
         self._settings = settings
         step = settings.step
         self._base = getattr(step, "__qualname__", type(step).__name__)
-        self._taken = Taken(self._base)
-        self._context: Context | None = None
-        self._signatures = Signatures()
-        self._has_modules = False  # among the arguments of some call
-        self._warned = False  # of what is gathered
-        self.why = ""
+        self._bound: Calls | None = None
+        self.why = ""  # it has its mesh, if it has chosen one
 
     def __reduce__(self) -> Any:
         """Pickle as the step of the same module, or (from a notebook) as its decoration."""
@@ -75,28 +66,25 @@ class DataParallel(Generic[P, R]):
 
     @api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self._call(args, kwargs)
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_traced(args, kwargs):
             return self._on_tracers(args, kwargs)
         return self._outermost(args, kwargs)
 
     @under_no_mesh
     def _outermost(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._bind_context(args, kwargs)
-        config: Any = jax.config
+        calls, config, keywords = self._calls(args, kwargs), cast("Any", jax.config), ()
         if config.jax_disable_jit:
-            return self._op_by_op(args, kwargs)
+            return self._op_by_op(calls, args, kwargs)
+        if kwargs or not self._settings.calling.plain:
+            args, keywords = self._settings.calling.arrange(args, kwargs)
         if config.jax_debug_nans or config.jax_debug_infs:  # counted in the step: JAX would look in our code
-            with self._cache.looking_for((config.jax_debug_nans, config.jax_debug_infs)):
-                return self._dispatch(args, kwargs)
-        return self._dispatch(args, kwargs)
+            with calls.cache.looking_for((config.jax_debug_nans, config.jax_debug_infs)):
+                return calls.run(args, keywords)
+        return calls.run(args, keywords)
 
-    def _op_by_op(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _op_by_op(self, calls: Calls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain step in Python, under `jax.disable_jit`."""
-        assert self._context is not None
-        if self._context.size > 1:
+        if calls.context.size > 1:
             raise StepError(
                 f"step {self._base!r}: jax.disable_jit() runs a step in Python, without the other ranks. Use it in one "
                 "process, with the whole batch (python train.py)"
@@ -107,48 +95,6 @@ class DataParallel(Generic[P, R]):
             local = lambda x: x if modules.found(x) else jax.tree.map(on_one_device, x)
             args, kwargs = tuple(map(local, args)), {name: local(x) for name, x in kwargs.items()}
         return self._plain(args, kwargs)
-
-    def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        keywords: tuple[str, ...] = ()
-        if kwargs or not self._settings.calling.plain:
-            args, keywords = self._settings.calling.arrange(args, kwargs)
-        if not self._has_modules:
-            try:
-                return self._run(args, keywords)
-            except modules.FoundError:
-                self._has_modules = True
-        if not modules.found(args):
-            return self._run(args, keywords)
-        args, objects = modules.split(args)
-        return modules.update(objects, self._run(args, keywords))
-
-    def _run(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> Any:
-        calls = self._calls
-        calls.begin()
-        known, leaves = calls.find(args, keywords)
-        program = known.program
-        state, batch = known.arguments(leaves, self._placer)
-        calls.enter(known)
-        try:
-            result, found = program(state, batch)
-        except BaseException as error:
-            calls.failed(error)
-            raise
-        calls.returned(result)
-        name, call = calls.name, calls.number
-        if program.donated:
-            self._taken.step, self._taken.call, self._taken.state = name, call, program.taken(state)
-            if program.virtual:  # where NumPy looks at one device's part JAX keeps it, and would crash on the others
-                for x in self._taken.state:
-                    x.delete()
-        if found is not None:
-            assert self._mesh is not None
-            kinds = (True, True) if self._settings.check_finite else self._cache.looked_for or (True, True)
-            finite.examine(program.placed.step.checked, found, self._mesh, f"step {name!r}, call {call}: ", kinds)
-        if self._settings.check_every and call % self._settings.check_every == 0:
-            assert self._context is not None
-            sync.compare(self._context, result, f"check of {name} call {call}", f"step {name!r}, call {call}: result")
-        return result
 
     def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The undecorated step."""
@@ -167,24 +113,17 @@ class DataParallel(Generic[P, R]):
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """The program for these arguments, lowered and not yet compiled, to look at: its text, cost and memory. Nothing
         is sent."""
-        self._bind_context(args, kwargs)
-        signature, leaves = self._signature(*self._arguments(args, kwargs))
-        batch = [leaves[i] for i in signature.batch]
-        problem = self._placer.batch_problem([signature.names[i] for i in signature.batch], batch)
-        if problem:
-            raise ValueError(problem)
-        program = self._cache.program(signature, leaves)
-        self._say(program)
-        state = [self._placer.abstract_state(leaves[i], program.placed.layouts[i]) for i in signature.state]
-        return program.lower(state, [
-            self._placer.abstract_batch(x, how) for x, how in zip(batch, program.placed.batch, strict=True)
-        ])  # fmt: skip
+        calls = self._calls(args, kwargs)
+        signature, leaves = self._read(calls, args, kwargs)
+        calls.placer.check(signature, leaves)
+        program = calls.cache.program(signature, leaves)
+        calls.announce(program)
+        return program.lower()
 
     def clear_cache(self) -> None:
         """Forget traces and compiled programs, like ``jax.jit(step).clear_cache``."""
-        if self._context is not None:
-            self._cache.clear()
-            self._calls.clear()
+        if self._bound is not None:
+            self._bound.clear()
 
     @property
     def mesh(self) -> Mesh | Sizes | Literal["auto"] | None:
@@ -194,8 +133,8 @@ class DataParallel(Generic[P, R]):
     @under_no_mesh
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """Return the program for these arguments, not compiled. Nothing is sent."""
-        self._bind_context(args, kwargs)
-        return self._cache.program(*self._signature(*self._arguments(args, kwargs)))
+        calls = self._calls(args, kwargs)
+        return calls.cache.program(*self._read(calls, args, kwargs))
 
     @under_no_mesh
     def placed(self, *args: Any, **kwargs: Any) -> list[Placed]:
@@ -203,82 +142,59 @@ class DataParallel(Generic[P, R]):
         placed = self.program(*args, **kwargs).placed
         return [one.placed for one in placed.place()] if placed.mesh.size > 1 else []
 
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-        """All arguments in order, objects of nnx as their arrays; and the names of those that go by keyword."""
+    def _read(self, calls: Calls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Signature, list[Any]]:
+        """Return the signature of a call and its leaves, with objects of nnx as their arrays."""
         args, keywords = self._settings.calling.arrange(args, kwargs)
-        return modules.split(args)[0] if modules.found(args) else args, keywords
-
-    def _signature(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> tuple[Signature, list[Any]]:
-        """Return the signature of a call and its leaves: an earlier call's, or as this rank reads it."""
+        args = modules.split(args)[0] if modules.found(args) else args
         leaves, tree = flat(args, keywords)
-        known = self._signatures.get((tree, self._signatures.constants(tree, leaves)))
-        signature = known or self._reader.read(args, keywords)
+        signature = calls.reader.signature(args, keywords, leaves, tree)
         return signature, signature.data(leaves)
 
-    def _bind_context(self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Settle the devices; with ``mesh="auto"`` for a call of these arguments."""
-        if self._context is None:
+    def _calls(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Calls:
+        """The calls of the step, once its devices are settled; with ``mesh="auto"`` for a call of these arguments."""
+        if self._bound is None:
             context = get_context()
             given, passed = self._settings.mesh, None
             if given == AUTO:
-                choice = agreed(self._base, context, lambda: choose(self._over_data(args, kwargs), context))
-                given, self.why, passed = choice.mesh, choice.why, context.mesh
+                given, self.why = self._chosen(context, args, kwargs)
+                passed = context.mesh
             mesh = context.mesh if given is None else mesh_of(given, context.devices)
-            context.only(Meshes).connect(mesh)
-            self._context, self._mesh = context, mesh
-            self._placer = Placer(context, mesh, passed)
-            rules = context.rules or context.communicator
-            machine = machine_of(mesh)
-            self._cache = ProgramCache(self._settings, mesh, machine, self._placer, rules)
-            self._reader = Reader(self._base, self._settings, self._placer, self._cache)
-            self._calls = Calls(
-                self._base, self._settings, context, self._placer, self._cache, self._reader, self._signatures,
-                self._say,
-            )  # fmt: skip
+            self._bound = Calls(self._base, self._settings, context, mesh, passed)
+        return self._bound
 
-    def _over_data(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Forecast:
-        """A call on this job's devices in one axis."""
-        there = self._anywhere()
-        there._bind_context()
-        args, keywords = there._arguments(args, dict(kwargs))
+    def _chosen(self, context: Context, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Mesh, str]:
+        """The fastest mesh for a call, the same on every rank, and why. Every rank calls it."""
+
+        def part() -> Part[tuple[Mesh, str]]:
+            mesh, why = choose(self.forecast(context.mesh, machine_of(context.mesh), args, kwargs, parts=True), context)
+            return Part((mesh, why), (("mesh", said(mesh.shape)),))
+
+        advice = lambda _: "Give the sizes of its axes, or the same JAXDIST_MACHINE on all ranks"
         try:
-            signature, leaves = there._signature(args, keywords)
-        except Exception:
-            if clearer := there._reader.bad_constant(args, keywords):
-                raise clearer from None
-            raise
-        leaves = [there._placer.logical_batch(x) if b else x for x, b in zip(leaves, signature.is_batch, strict=True)]
-        return Forecast(there._settings, there._cache, signature, leaves, there._mesh, machine_of(there._mesh))
-
-    def _anywhere(self) -> DataParallel[P, R]:
-        """The same step, for no mesh in particular."""
-        there: DataParallel[P, R] = object.__new__(
-            DataParallel
-        )  # `copy.copy` may return the step itself (`__reduce__`)
-        there.__dict__.update(self.__dict__, _context=None, _settings=dataclasses.replace(self._settings, mesh=None))
-        return there
+            return on_every_rank(context, f"the mesh of step {self._base!r}", part, advice=advice)[0]
+        except ValueError as error:
+            raise error.__cause__ or error from None  # an error in the step is the user's own
 
     @under_no_mesh
-    def forecast(self, mesh: Mesh, machine: Machine, args: tuple[Any, ...]) -> Forecast:
-        """A call on other devices than this job's, which need not be here (see `jaxdist.step.forecast`)."""
-        if self._settings.mesh is not None:  # nor the devices of its own mesh
-            return self._anywhere().forecast(mesh, machine, args)
-        self._bind_context()
-        signature, leaves = self._signature(*self._arguments(args, {}))
-        return Forecast(self._settings, self._cache, signature, leaves, mesh, machine)
-
-    def _say(self, made: Program) -> None:
-        """Warn about slow parts of a program, once."""
-        assert self._context is not None
-        placed = [one.placed for one in made.placed.emitted[1]]
-        if not placed or not self._context.is_root or self._warned:
-            return
-        text = report.warning(placed)
-        if self._settings.batch is None:
-            text = text or made.placed.unsplit()
-        if text:
-            self._warned = True  # and once of a step that is decorated anew, in a loop or for each trial
-            say_once(f"step {self._base!r}: {text}")
+    def forecast(
+        self,
+        mesh: Mesh,
+        machine: Machine,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+        parts: bool = False,
+    ) -> Forecast:
+        """A call on other devices than those of its own mesh, which need not be here (see `jaxdist.step.forecast`); its
+        batch is whole, or each process has its part."""
+        if self._settings.mesh is not None:
+            other: DataParallel[P, R] = DataParallel(dataclasses.replace(self._settings, mesh=None))
+            return other.forecast(mesh, machine, args, kwargs, parts)
+        calls = self._calls(args, kwargs)
+        signature, leaves = self._read(calls, args, kwargs)
+        if parts:
+            logical = calls.placer.logical_batch
+            leaves = [logical(x) if b else x for x, b in zip(leaves, signature.is_batch, strict=True)]
+        return Forecast(self._settings, calls.cache, signature, leaves, mesh, machine)
 
 
 def decorated_with(settings: Settings) -> DataParallel:

@@ -1,29 +1,31 @@
-"""A step for devices that need not be here: what `jaxdist.plan` compiles."""
+"""A step for devices that need not be here: what `jaxdist.plan` compiles, what it takes there, on which mesh least."""
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import jax
-from jax.extend.core import ClosedJaxpr, Literal
-from jax.sharding import Mesh
+import jax.numpy as jnp
+from jax.extend.core import Literal
+from jax.sharding import Mesh, NamedSharding
 
+from jaxdist.ir.interpreter import held_at_once
 from jaxdist.ir.wire import Collective, sent
 from jaxdist.machine import Machine
-from jaxdist.mesh import MODEL, Axis, data_size
-from jaxdist.placements.layouts import Layout, choose, layout, sharding
+from jaxdist.mesh import AXIS, MODEL, NAMES, SEQUENCE, Sizes, data_size, in_a_row, mesh_of, on_each_host
+from jaxdist.placements import layouts as kept
+from jaxdist.placements.layouts import layout, physical
 from jaxdist.placements.report import work
 from jaxdist.placements.values import REPLICATED
+from jaxdist.runtime.context import Context, hosts_of, machine_of
 from jaxdist.step import batch
 from jaxdist.step.calling import Settings
 from jaxdist.step.placer import abstract, in_shards
-from jaxdist.step.program import Program
-from jaxdist.step.program_cache import ProgramCache
+from jaxdist.step.program import Program, ProgramCache
 from jaxdist.step.signature import Signature
 from jaxdist.step.tracing import StepJaxpr, jaxpr_of, traced
 
@@ -38,28 +40,77 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """A step for devices that need not be here."""
+class Times:
+    """Seconds that a device takes for a step."""
 
-    program: ClosedJaxpr  # of one device, before lowering
-    axes: tuple[Axis, ...]  # of the mesh that it runs on
-    levels: frozenset[int]  # of the uses of `jaxdist.zero` in the step
-    knows_parameters: bool  # whether it is known which arguments are the parameters
-    arguments: tuple[Held, ...]  # of the step
-    results: int  # bytes of a device's results that can't take the place of an argument, at least
-    shared: int  # the number of devices in a row that share sharded state; 0 for all
-    flops: int  # of a device, an entry of anything but a contraction as one
-    lower: Callable[[], Any]  # as ``jax.jit(step).lower``, for these arguments
+    compute: float  # that the FLOPs take
+    state: float  # that it takes to read the state once, and to write it; to bring it from the host's memory, and back
+    in_host: float  # of collectives within hosts
+    between: float  # of collectives between hosts
+    hidden: float  # of both, while something is computed; as far as the schedule is known
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of a step: computation, and messages that it does not hide."""
+        return self.compute + self.state + self.in_host + self.between - self.hidden
+
+
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """A step for devices that need not be here, emitted; what a device holds, computes and sends."""
+
+    made: Program
 
     @functools.cached_property
     def lowered(self) -> Any:
         """The lowered program, which ``jax.jit(step).lower`` returns."""
-        return self.lower()
+        return self.made.lower()
 
     @property
-    def state(self) -> int:
-        """Bytes that a device keeps from step to step, without those in the host's memory."""
-        return sum(x.bytes for x in self.arguments if x.role != "batch" and not x.host)
+    def levels(self) -> frozenset[int]:
+        """The levels of the uses of `jaxdist.zero` in the step."""
+        return frozenset(self.made.placed.step.marks.levels)
+
+    @property
+    def shared(self) -> int:
+        """The number of devices in a row that share sharded state; 0 for all."""
+        groups = self.made.placed.step.groups
+        return data_size(self.made.placed.mesh) // groups if groups > 1 else 0
+
+    @functools.cached_property
+    def arguments(self) -> tuple[Held, ...]:
+        """The arguments of the step."""
+        placed, found = self.made.placed, []
+        pairs = zip(placed.signature.names, placed.signature.is_batch, placed.held, placed.layouts, strict=True)
+        for i, (name, is_batch, x, how) in enumerate(pairs):
+            role = "batch" if is_batch else placed.step.marks.roles.get(i) or ""
+            size = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            found.append(Held(name, role, size, bool(how and how.host)))
+        return tuple(found)
+
+    @functools.cached_property
+    def results(self) -> int:
+        """Bytes of a device's results that can't take the place of an argument, at least; not of those in the host's
+        memory, nor of arguments that are returned as they came."""
+        placed, arguments = self.made.placed, self.arguments
+        program = placed.emitted[0].jaxpr
+        came, away = set(program.invars), {k for k, i in enumerate(placed.step.sources) if i in placed.offloaded}
+        new = {
+            v: v.aval.size * v.aval.dtype.itemsize
+            for k, v in enumerate(program.outvars)
+            if not isinstance(v, Literal) and v not in came and k not in away
+        }
+        return max(0, sum(new.values()) - sum(arguments[i].bytes for i in self.made.donated if not arguments[i].host))
+
+    @functools.cached_property
+    def flops(self) -> int:
+        """FLOPs of a device, an entry of anything but a contraction as one."""
+        placed = self.made.placed
+        if found := placed.emitted[1]:
+            return work(found[-1].placed)
+        infer = placed.step.infer  # on one device
+        block = infer.block(placed.step.jaxpr)
+        return work(infer.place(block, [REPLICATED] * len(block.inputs)))
 
     @property
     def away(self) -> int:
@@ -71,33 +122,49 @@ class Ahead:
         """Bytes of a device's arguments and results."""
         return sum(x.bytes for x in self.arguments if not x.host) + self.results
 
+    @functools.cached_property
+    def held_at_once(self) -> int:
+        """Bytes at most of a device's other values: all at once that a compiler may fuse."""
+        return held_at_once(self.made.placed.emitted[0].jaxpr)
+
     def sent(self, machine: Machine) -> tuple[Collective, ...]:
         """The collectives, as XLA may merge them (see `jaxdist.ir.wire`)."""
-        return tuple(sent(self.program, self.axes, machine))
+        return tuple(sent(self.made.placed.emitted[0], self.made.placed.axes, machine))
+
+    def times(self, sent: Sequence[Collective], machine: Machine) -> Times:
+        """The times of a device that sends these messages."""
+        kind = machine.kind
+        compute = self.flops / kind.rate("bfloat16")
+        kept = sum(x.bytes for x in self.arguments if x.role != "batch" and not x.host)
+        state = 2 * kept / kind.bandwidth + 2 * self.away / (kind.host or kind.bandwidth)
+        in_host = between = hidden = 0.0
+        for c in sent:
+            if c.devices > 1:
+                seconds = c.seconds(machine)
+                if machine.crossings(c.groups):
+                    between += seconds
+                else:
+                    in_host += seconds
+                hidden += seconds * c.overlapped
+        return Times(compute, state, in_host, between, min(hidden, compute))
 
 
+@dataclass
 class Forecast:
     """A call of a step on other devices than this job's, which need not be here; nothing is sent, no array is made."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        cache: ProgramCache,
-        signature: Signature,
-        leaves: Sequence[Any],
-        mesh: Mesh,
-        machine: Machine,
-    ):
-        self._settings, self._cache, self._signature, self._leaves = settings, cache, signature, leaves
-        self.mesh, self._machine = mesh, machine
-        self._jaxprs: dict[Mesh | None, StepJaxpr] = {}  # with no mesh: for all that `on` makes
-        self.cut: dict[int, int] = {}  # by the model axis, found for the step's own batch and level
+    _settings: Settings
+    _cache: ProgramCache
+    _signature: Signature
+    leaves: Sequence[Any]  # of all arguments, as in `Ahead.arguments`; of the batch with the examples of all devices
+    mesh: Mesh
+    _machine: Machine
+    cut: dict[int, int] = field(default_factory=dict)  # by the model axis, for the step's own batch and level
+    _jaxprs: dict[Mesh | None, StepJaxpr] = field(default_factory=dict)  # with no mesh: for all that `on` makes
 
     def on(self, mesh: Mesh) -> Forecast:
         """Return the same call on a different mesh of the same number of devices."""
-        other = copy.copy(self)
-        other.mesh, other.cut = mesh, {}
-        return other
+        return dataclasses.replace(self, mesh=mesh, cut={})
 
     @property
     def model(self) -> int:
@@ -110,24 +177,21 @@ class Forecast:
         return self.model > 1 and not self.cut
 
     @property
-    def leaves(self) -> list[Any]:
-        """The leaves of all arguments, as in `Ahead.arguments`."""
-        return list(self._leaves)
-
-    @property
     def state(self) -> list[tuple[str, Any]]:
         """The leaves of the state, with their names."""
-        return [(self._signature.names[i], self._leaves[i]) for i in self._signature.state]
+        return [(self._signature.names[i], self.leaves[i]) for i in self._signature.state]
 
     @property
     def batch(self) -> list[Any]:
-        """The leaves of the batch, with the examples of all devices."""
-        return [self._leaves[i] for i in self._signature.batch]
+        """The leaves of the batch."""
+        return [self.leaves[i] for i in self._signature.batch]
 
     def ahead(self, level: int | None = None, shared: int | None = None) -> Ahead:
         """The step, traced once for all levels and groups; placed and emitted, and lowered when it is asked for."""
         signature, mesh = self._signature, self.mesh
-        avals = self._types()
+        avals = [abstract(x) for x in self.leaves]
+        names = [signature.names[i] for i in signature.batch]
+        batch.check(names, [avals[i] for i in signature.batch], [1] * len(names))
         trace = traced(
             self._jaxpr(avals), signature, avals, mesh, self._machine, level, shared,
             self._settings.layouts, self.cut,
@@ -135,41 +199,12 @@ class Forecast:
         layouts = list(trace.layouts)
         self.cut = {i: cut.dim for i, how in enumerate(layouts) if how and (cut := how.by(MODEL))}
         for i in signature.state:
-            if in_shards(self._leaves[i]):
-                cut = choose(avals[i].shape, data_size(mesh))
+            if in_shards(self.leaves[i]):
+                cut = kept.choose(avals[i].shape, data_size(mesh))
                 layouts[i] = layouts[i] or (cut and layout(cut))
-        program = self._cache.make(trace, signature, avals, layouts, mesh, "xla")
-        emitted, found = program.placed.emitted
-        placed = [one.placed for one in found]
-        held = self._held(program, avals, layouts)
-        sizes = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in held]
-        roles = [*map(trace.marks.roles.get, range(len(held)))]
-        arguments = tuple(
-            Held(name, "batch" if is_batch else role or "", size, bool(how and how.host))
-            for name, is_batch, role, size, how in zip(
-                signature.names, signature.is_batch, roles, sizes, layouts, strict=True
-            )
-        )
-        away = {i for i, one in enumerate(arguments) if one.host}
-        results = _results(emitted, {k for k, i in enumerate(trace.sources) if i in away})
-        results -= sum(sizes[i] for i in program.donated if i not in away)
-        if not placed:  # on one device
-            block = trace.infer.block(trace.jaxpr)
-            placed = [trace.infer.place(block, [REPLICATED] * len(block.inputs))]
-        shared = data_size(mesh) // trace.groups if trace.groups > 1 else 0
-        given = [held[i] for i in signature.state], [held[i] for i in signature.batch]
-        return Ahead(
-            emitted, program.placed.axes, frozenset(trace.marks.levels), "parameter" in roles, arguments,
-            max(0, results), shared, work(placed[-1]), lambda: program.lower(*given),
-        )  # fmt: skip
-
-    def _types(self) -> list[Any]:
-        signature = self._signature
-        avals = [abstract(x) for x in self._leaves]
-        names = [signature.names[i] for i in signature.batch]
-        if problem := batch.problem(names, [avals[i] for i in signature.batch], [1] * len(names)):
-            raise ValueError(problem)
-        return avals
+        ahead = Ahead(self._cache.make(trace, signature, avals, layouts, mesh, "xla"))
+        _ = ahead.made.placed.emitted  # what it can't be placed for is an error here
+        return ahead
 
     def _jaxpr(self, avals: Sequence[Any]) -> StepJaxpr:
         if found := self._jaxprs.get(None) or self._jaxprs.get(self.mesh):
@@ -179,24 +214,102 @@ class Forecast:
         self._jaxprs[self.mesh if made.knows_mesh else None] = made
         return made
 
-    def _held(self, program: Program, avals: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
-        """Return the arguments with their shardings."""
-        of_batch = dict(zip(self._signature.batch, program.placed.batch, strict=True))
-        held = []
-        for i, (a, kept) in enumerate(zip(avals, layouts, strict=True)):
-            how = of_batch.get(i, kept)
-            shape = how.physical(a.shape) if how else a.shape
-            place = sharding(self.mesh, how)
-            held.append(jax.ShapeDtypeStruct(shape, a.dtype, sharding=place, weak_type=a.weak_type))
-        return held
+
+# --- the choice of a mesh: by FLOPs, state and messages on each; nothing is compiled
 
 
-def _results(program: ClosedJaxpr, away: Collection[int]) -> int:
-    """Bytes of a device's results, without those that go away and arguments that are returned as they came."""
-    inputs = set(program.jaxpr.invars)
-    results: dict[Any, Any] = {
-        v: v.aval
-        for k, v in enumerate(program.jaxpr.outvars)
-        if not isinstance(v, Literal) and v not in inputs and k not in away
-    }
-    return sum(aval.size * aval.dtype.itemsize for aval in results.values())
+def order(cost: float, peak: float, least: int, memory: float) -> tuple[bool, float, int]:
+    """A key by which programs are ordered, the one to take first: the fastest of those that are expected to fit, or,
+    if there is none, the one that needs the least memory."""
+    too_large = peak > memory
+    return too_large, peak if too_large else cost, least
+
+
+def meshes(devices: int, in_host: int, batch: Sequence[Any]) -> Iterator[dict[str, int]]:
+    """The meshes with an example for each device along the axis of data at least, entries of their second dimension
+    for those along the sequence axis, and any size of the model axis.
+
+    Two-dimensional floats count as features, not sequences.
+
+    Sequences and the model are cut within a host, unless there are fewer examples than hosts."""
+    found = False
+    lengths = [a.shape[1] for a in batch if a.ndim > 2 or (a.ndim == 2 and jnp.issubdtype(a.dtype, jnp.integer))]
+    for inner in (n for n in range(1, devices + 1) if devices % n == 0):
+        if any(a.shape[0] < devices // inner for a in batch):
+            continue
+        if inner > in_host and found:
+            return
+        for model in (n for n in range(1, inner + 1) if inner % n == 0):
+            sequence = inner // model
+            if sequence == 1 or any(n >= sequence for n in lengths):
+                found = True
+                sizes = {AXIS: devices // inner, SEQUENCE: sequence, MODEL: model}
+                yield {name: n for name, n in sizes.items() if n > 1} or {AXIS: 1}
+
+
+def chosen(on: Callable[[Sizes], Forecast], among: Sequence[Sizes], machine: Machine) -> tuple[Mesh, str]:
+    """The mesh of the least time, of those on which a step is expected to fit; and why."""
+    if len(among) == 1:
+        mesh = on(among[0]).mesh
+        return mesh, f"{said(mesh.shape)}: the only one for this batch"
+    memory = machine.kind.usable or float("inf")
+    cuts = dict[int, dict[int, int]]()
+    found, failed = list[_Estimate](), list[Exception]()
+    for sizes in among:
+        forecast = on(sizes)
+        forecast.cut = cuts.get(forecast.model, {})
+        try:
+            ahead = forecast.ahead()
+            ms = 1e3 * ahead.times(ahead.sent(machine), machine).seconds
+            found.append(_Estimate(forecast, ms, ahead.least, ahead.least + ahead.held_at_once))
+        except Exception as error:  # it names an axis that this mesh lacks, or has groups that do not divide it
+            failed.append(error)
+            continue
+        cuts[forecast.model] = forecast.cut
+    if not found:
+        raise failed[0]
+    found = [one for one in found if not one.forecast.repeats] or found
+    found.sort(key=lambda one: order(one.ms, one.peak, one.least, memory))
+    best = found[0]
+    mesh = best.forecast.mesh
+    if len(found) == 1:
+        return mesh, f"{said(mesh.shape)}: the only mesh for it"
+    why = f"{best} a step by the estimate; of {len(found)} meshes "
+    if best.peak > memory:
+        return mesh, f"{why}it needs the least memory, and none is sure to fit"
+    faster = "; ".join(str(one) for one in found if one.ms < best.ms)
+    more = f" that is sure to fit; too large: {faster}" if faster else f"; the next: {found[1]}"
+    return mesh, f"{why}the fastest{more}"
+
+
+class _Estimate(NamedTuple):
+    """The estimated time and memory of a step on a mesh."""
+
+    forecast: Forecast
+    ms: float  # of a device, at least
+    least: int  # bytes that it needs at least
+    peak: int  # bytes that it needs at most
+
+    def __str__(self) -> str:
+        return f"{said(self.forecast.mesh.shape)}, {self.ms:.3g} ms"
+
+
+def choose(first: Forecast, context: Context) -> tuple[Mesh, str]:
+    """The mesh for a step's first call, and why: its state's mesh, if some of it is sharded, or the fastest."""
+    devices = context.devices
+    for name, x in first.state:
+        own = getattr(physical(x), "sharding", None)
+        if isinstance(own, NamedSharding) and not own.is_fully_replicated and own.device_set == set(devices):
+            mesh = in_a_row(own.mesh)
+            if set(mesh.axis_names) <= set(NAMES):
+                return mesh, f"{said(mesh.shape)}: {name} lies in slices on it"
+    in_host = on_each_host(hosts_of(context.mesh)) or 1
+    if context.communicator == "mpi":  # which cannot move a batch between meshes
+        return context.mesh, f"{said(context.mesh.shape)}: over MPI a batch stays where it was passed"
+    among = list(meshes(len(devices), in_host, first.batch)) or [{AXIS: len(devices)}]
+    return chosen(lambda sizes: first.on(mesh_of(sizes, devices)), among, machine_of(context.mesh))
+
+
+def said(mesh: Sizes) -> str:
+    """The sizes of a mesh, for a person."""
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.items())

@@ -6,7 +6,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
@@ -29,7 +29,6 @@ class Known:
     """An earlier call and its program."""
 
     program: Program  # for it
-    signature: Signature  # of it
     constants: tuple[tuple[int, type, Any], ...]  # position, type and value of each leaf that is not an array
     settings: Any  # of JAX, under which it is traced
     at: Sequence[int]  # of each leaf that is data, its position among all
@@ -39,21 +38,26 @@ class Known:
     _avals: Sequence[Any] = ()
     _shardings: Sequence[Any] = ()
 
+    @property
+    def signature(self) -> Signature:
+        """Its signature."""
+        return self.program.placed.signature
+
     @functools.cached_property
     def _pick(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
         return picker([self.at[i] for i in self.signature.state])
 
-    def like(self, leaves: Sequence[Any]) -> Known:
-        """The same; from now on `fits` knows the state by these leaves."""
-        keys = [k for k, x in enumerate(self._pick(leaves)) if is_keys(x)]
-        state = self._arrays(leaves, keys)
-        return replace(self, _keys=keys, _avals=list(map(_aval_of, state)), _shardings=list(map(sharding_of, state)))
+    def remember(self, leaves: Sequence[Any]) -> None:
+        """From now on `fits` knows the state by these leaves."""
+        self._keys = [k for k, x in enumerate(self._pick(leaves)) if is_keys(x)]
+        state = self._arrays(leaves)
+        self._avals, self._shardings = list(map(_aval_of, state)), list(map(sharding_of, state))
 
-    def _arrays(self, leaves: Sequence[Any], keys: Sequence[int]) -> Sequence[Any]:
+    def _arrays(self, leaves: Sequence[Any]) -> Sequence[Any]:
         state = self._pick(leaves)
-        if keys:
+        if self._keys:
             state = list(state)
-            for k in keys:
+            for k in self._keys:
                 state[k] = bits_of(state[k])
         return state
 
@@ -61,7 +65,7 @@ class Known:
         """Check whether a call with the same structure is this one, by the identity of types: a step's results keep
         theirs from call to call."""
         try:
-            state = self._arrays(leaves, self._keys)
+            state = self._arrays(leaves)
             same = all(map(operator.is_, map(_aval_of, state), self._avals))
             same = same and all(map(operator.is_, map(sharding_of, state), self._shardings))
         except AttributeError:  # a leaf that is not on any device
@@ -87,7 +91,7 @@ class Known:
             state[k] = state[k].array
         if program.donated and len(set(map(id, state))) < len(state):
             state = without_aliases(state)
-        return state, placer.batch_argument([leaves[self.at[i]] for i in self.signature.batch], program.placed.batch)
+        return state, placer.place_batch([leaves[self.at[i]] for i in self.signature.batch], program.placed.batch)
 
 
 # --- memory that an earlier call has taken

@@ -20,10 +20,6 @@ from jaxdist.errors import StepError
 from jaxdist.step.calling import apply
 
 
-class FoundError(Exception):
-    """There are objects of nnx among the arguments of a call that was taken for one without."""
-
-
 class _NoKey:
     def __str__(self) -> str:
         return ""
@@ -80,9 +76,11 @@ def split(args: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
 
 def run(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str]) -> Any:
     """Call a step with the objects of its arguments put together; what `update` wants follows its result."""
+    at = [i for i, x in enumerate(args) if type(x) is NnxArrays]
+    if not at:
+        return apply(step, args, keywords)
     from flax import nnx
 
-    at = [i for i, x in enumerate(args) if type(x) is NnxArrays]
     parts = [args[i] for i in at]
     objects = nnx.merge(parts[0].graph, _joined([p.state for p in parts]))
     whole = list(args)

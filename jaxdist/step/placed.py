@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.communicators import Rules
 from jaxdist.machine import Machine
-from jaxdist.mesh import AXIS, GROUP, MODEL, Axis, axes_of_mesh, data_size, in_groups, passes
+from jaxdist.mesh import AXIS, GROUP, MODEL, SEQUENCE, Axis, axes_of_mesh, data_size, in_groups, passes
 from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter, compressible, local_types
 from jaxdist.placements.infer import Infer
-from jaxdist.placements.layouts import Layout, of_batch, sharding, spec
+from jaxdist.placements.layouts import Layout, sharding, spec
 from jaxdist.placements.offload import staged
 from jaxdist.placements.report import worth_splitting
 from jaxdist.placements.strategy import Placed
-from jaxdist.placements.values import REPLICATED
+from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tiles
 from jaxdist.step.batch import is_keys, unsplit
-from jaxdist.step.passes import Pass, place, spec_of
 from jaxdist.step.signature import Signature
 from jaxdist.step.tracing import TracedStep
 
 _GATHERED_AT_ONCE = 64
 """At most this fraction of the sharded state (1 / 64) is gathered at a time, to send fewer messages."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A step, placed over one axis."""
+
+    infer: Infer  # over that axis
+    placed: Placed  # with its values in slices along it
+    ins: Sequence[Placement]  # how its arguments come
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +48,7 @@ class PlacedStep:
     step: TracedStep
     signature: Signature  # of its arguments
     avals: Sequence[Any]  # their types
-    layouts: Sequence[Layout | None]  # how each is kept; None: whole, or split as the batch
+    layouts: Sequence[Layout | None]  # how each is kept, the batch as well; None: whole
     mesh: Mesh
     communicator: str | Rules
     bucket_bytes: int  # of a message of gradients
@@ -64,12 +74,22 @@ class PlacedStep:
     @functools.cached_property
     def batch(self) -> list[Layout]:
         """Layouts of the leaves of the batch."""
-        return [of_batch(self.avals[i].shape, self.mesh) for i in self.signature.batch]
+        return [how for i in self.signature.batch if (how := self.layouts[i])]
 
-    @functools.cached_property
+    @property
     def state(self) -> list[Layout | None]:
         """Layouts of the leaves of the state."""
         return [self.layouts[i] for i in self.signature.state]
+
+    @functools.cached_property
+    def held(self) -> list[jax.ShapeDtypeStruct]:
+        """The types of the arguments once they are on the mesh: of their physical arrays."""
+        return [
+            jax.ShapeDtypeStruct(
+                how.physical(a.shape) if how else a.shape, a.dtype, sharding=sharding(self.mesh, how),
+                weak_type=a.weak_type,
+            ) for a, how in zip(self.avals, self.layouts, strict=True)
+        ]  # fmt: skip
 
     @functools.cached_property
     def padded(self) -> list[int]:
@@ -102,20 +122,36 @@ class PlacedStep:
 
     def place(self) -> list[Pass]:
         """Settle the placements of the step, over an axis of the mesh after the other."""
-        axes = passes(self.over)
-        whole, batch = [REPLICATED] * len(axes), iter(self.batch)
+        step, axes, closed = self.step, passes(self.over), self.step.jaxpr
         given = [
-            next(batch).placements(a.shape, axes, stored=False) if is_batch else how.placements(a.shape, axes) if how
-            else whole
+            how.placements(a.shape, axes, stored=not is_batch) if how else [REPLICATED] * len(axes)
             for is_batch, how, a in zip(self.signature.is_batch, self.layouts, self.avals, strict=True)
-        ]  # fmt: skip
-        out_avals = self.step.jaxpr.out_avals
-        kept = [how and how.placements(a.shape, axes) for how, a in zip(self.results, out_avals, strict=True)]
+        ]
+        kept = [how and how.placements(a.shape, axes) for how, a in zip(self.results, closed.out_avals, strict=True)]
+        found = list[Pass]()
+        for k in range(len(axes)):
+            last = k == len(axes) - 1
+            infer = step.infer if last and step.infer.mesh == axes else step.infer.over(axes, k)
+            block = infer.block(closed)
+            block.outermost = True
+            ins = [placements[k] for placements in given]
+            natural = infer.place(block, ins).given
+            outer = found[-1].placed.outs if found and axes[k - 1].name == GROUP else [None] * len(kept)
+            wants = [
+                form(how[k]) if how else _wanted(made, before, axes, k, source is not None)
+                for how, made, before, source in zip(kept, natural, outer, step.sources, strict=True)
+            ]
+            found.append(Pass(infer, infer.place(block, ins, wants), ins))
+            if not last:
+                closed = self._emitter(infer, found[-1].placed, True).program(local_types(found[-1].placed))
+        return found
 
-        def emit(infer: Infer, placed: Placed) -> ClosedJaxpr:
-            return self._emitter(infer, placed, True).program(local_types(placed))
-
-        return place(self.step, axes, given, kept, emit)
+    def specs(self) -> tuple[list[P], list[P]]:
+        """Return the specs of the arguments and of the results, one placement for each pass."""
+        found = self.emitted[1]
+        ins = zip(*(one.ins for one in found), strict=True)
+        outs = zip(*(one.placed.outs for one in found), strict=True)
+        return [_spec(found, ps) for ps in ins], [_spec(found, ps) for ps in outs]
 
     def _emitter(self, infer: Infer, placed: Placed, marks: bool) -> Emitter:
         may = compressible(placed, self.step.sources) if self.compress else {}
@@ -124,16 +160,15 @@ class PlacedStep:
     def _fused(self, infer: Infer, placed: Placed) -> ClosedJaxpr:
         """Return the program of a device, with its collectives in buckets."""
         closed = self._emitter(infer, placed, bool(self.offloaded)).program(local_types(placed))
-        in_shards = sum(a.size * a.dtype.itemsize for a, how in zip(self.avals, self.layouts, strict=True) if how)
+        sizes = {i: self.avals[i].size * self.avals[i].dtype.itemsize for i in self.signature.state if self.layouts[i]}
         barriers = not self.machine.kind.is_cpu
-        return Fuse(self.bucket_bytes, self.axes, in_shards // _GATHERED_AT_ONCE, barriers=barriers)(closed)
+        return Fuse(self.bucket_bytes, self.axes, sum(sizes.values()) // _GATHERED_AT_ONCE, barriers=barriers)(closed)
 
     def result_shardings(self) -> list[NamedSharding] | None:
         """Return the shardings of results of a step in groups: on the arguments' mesh where possible, so that the next
         call gets arguments of the same type. Returns None without groups."""
         if self.over is self.mesh:
             return None
-        _, found = self.emitted
 
         def lie(own: P, how: Layout | None) -> NamedSharding:
             if how is not None:
@@ -143,8 +178,7 @@ class PlacedStep:
                 return NamedSharding(self.over, own)
             return NamedSharding(self.mesh, spec([tuple(name for name in axes if name != GROUP) for axes in dims]))
 
-        specs = [spec_of(found, ps) for ps in zip(*(one.placed.outs for one in found), strict=True)]
-        return list(map(lie, specs, self.results))
+        return list(map(lie, self.specs()[1], self.results))
 
     def cut_by_model(self) -> dict[str, int]:
         """The leaves that the model axis cuts, by name, and the dimension."""
@@ -162,3 +196,35 @@ class PlacedStep:
             return ""
         processes = {d.process_index for d in self.mesh.devices.flat}
         return unsplit(names, self.mesh.size, len(processes))
+
+
+def _wanted(made: Placement, outer: Placement | None, axes: Sequence[Axis], k: int, carried: bool) -> Form:
+    """Return the form in which a result without a layout leaves the `k`-th pass."""
+    if isinstance(outer, Split):
+        return tiles(outer.dim, outer.size, [axis.size for axis in _of_data(axes)])[-1]
+    return form(made) if not carried and isinstance(made, Split) and _stays(made, axes, k) else REPLICATED
+
+
+def _stays(p: Split, axes: Sequence[Axis], k: int) -> bool:
+    """Check whether an aux value stays split over the `k`-th axis: the devices divide it (along both data axes, if
+    there are two), or the step asked for shards."""
+    own = axes[k]
+    if p.stored:
+        return own.name == AXIS and p.requested and p.is_tile(own.size)
+    along = [own] if own.name == SEQUENCE else _of_data(axes)
+    if own not in along[:1] or p.size % math.prod(axis.size for axis in along):
+        return False
+    return p.outer == 1 and not p.is_padded(own.size) and not p.whole
+
+
+def _of_data(axes: Sequence[Axis]) -> list[Axis]:
+    """The axes that split the batch's examples: one, or two, the second of them for shards."""
+    return [axis for axis in axes if axis.name in (GROUP, AXIS)]
+
+
+def _spec(found: Sequence[Pass], placements: Sequence[Placement]) -> P:
+    """Return the spec of an array with these placements, one per pass."""
+    axes = [one.infer.axis for one in found]
+    cut = [(p.dim, axis.name) for p, axis in zip(placements, axes, strict=True) if isinstance(p, Split)]
+    dims = [tuple(name for dim, name in cut if dim == d) for d in range(1 + max((dim for dim, _ in cut), default=-1))]
+    return spec(dims)

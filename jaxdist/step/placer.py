@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jaxdist import compat
 from jaxdist.ir import fingerprint
@@ -17,7 +17,7 @@ from jaxdist.mesh import AXIS, GROUP, NAMES, by_rank, data_size, in_a_row, parts
 from jaxdist.placements.layouts import HOST, Cut, Layout, Padded, copied, layout, of_batch, on_host, physical, sharding
 from jaxdist.runtime.context import Context
 from jaxdist.step import batch
-from jaxdist.step.signature import NUMBERS, is_array
+from jaxdist.step.signature import NUMBERS, Signature, is_array
 
 ELSEWHERE = object()
 """Stands for the layout of a leaf that is not on the mesh yet."""
@@ -58,23 +58,36 @@ class Placer:
         """Check whether a mesh is this one, or this one in groups."""
         return in_a_row(mesh) == self.mesh
 
-    def state_problem(self, x: Any) -> str | None:
-        """Return the problem with a leaf that is sharded over devices outside this mesh, or None."""
-        own = getattr(physical(x), "sharding", None)
-        if not isinstance(own, NamedSharding) or own.is_fully_replicated or self.is_ours(own.mesh):
-            return None
-        if own.device_set == set(self.mesh.devices.flat):  # `place_state` moves it
-            return None
-        return (
-            f"is in shards over the devices {_ids(own.device_set)}, and this step runs on "
-            f"{_ids(self.mesh.devices.flat)}. Restore the state from a checkpoint, or gather it with jaxdist.unshard "
-            "where it was made"
-        )
+    def check(self, signature: Signature, leaves: Sequence[Any]) -> None:
+        """Refuse state that is sharded over devices outside this mesh, and what this process can't pass as its part of
+        the batch."""
+        everywhere = data_size(self.mesh)
+        own = 1 if self.processes == 1 else max(1, everywhere // self.parts * len(self.own))
+        for name, is_batch, x in zip(signature.names, signature.is_batch, leaves, strict=True):
+            how, place = self.layout(x), getattr(physical(x), "sharding", None)
+            cut = how.by(AXIS) if is_batch and isinstance(how, Layout) else None
+            if cut and cut.parts < everywhere:
+                raise ValueError(
+                    f"batch leaf {name} is kept in shards within groups of devices, which is for state: pass the "
+                    "examples of this process as a plain array"
+                )
+            if is_batch and type(x) is not Padded:
+                batch.check([name], [x], [everywhere if spans(x) else own])
+            if is_batch or not isinstance(place, NamedSharding) or place.is_fully_replicated:
+                continue
+            if not self.is_ours(place.mesh) and place.device_set != set(self.mesh.devices.flat):
+                raise ValueError(
+                    f"state leaf {name} is in shards over {_named(place.device_set)}, and this step runs on "
+                    f"{_named(self.mesh.devices.flat)}. Restore the state from a checkpoint, or gather it with "
+                    "jaxdist.unshard where it was made"
+                )
 
     def place_state(self, leaves: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
         """Return rank 0's value of each leaf on the mesh with these layouts. The given leaves do not change."""
         weak = [getattr(x, "weak_type", False) for x in leaves]
         leaves = without_aliases(leaves) if self.mesh.size == 1 else leaves
+        keys = {i: jax.random.key_impl(x) for i, x in enumerate(leaves) if batch.is_keys(x)}
+        leaves = [jax.random.key_data(x) if i in keys else x for i, x in enumerate(leaves)]
         if self.processes > 1:
             spanning = [spans(physical(x)) for x in leaves]
             local = [None if s else _to_host(x) for s, x in zip(spanning, leaves, strict=True)]
@@ -83,7 +96,8 @@ class Placer:
             self._replicate(self._unpadded(x)) if how is None else self.in_shards(x, how)
             for x, how in zip(leaves, layouts, strict=True)
         ]
-        return [_weak(x) if w and not x.weak_type else x for x, w in zip(placed, weak, strict=True)]
+        placed = [_weak(x) if w and not x.weak_type else x for x, w in zip(placed, weak, strict=True)]
+        return [jax.random.wrap_key_data(x, impl=keys[i]) if i in keys else x for i, x in enumerate(placed)]
 
     def in_shards(self, x: Any, how: Layout) -> Any:
         """Shard a leaf that is the same on every process, or move a sharded one to a different memory."""
@@ -95,12 +109,7 @@ class Placer:
         if spans(x):
             x = (x if x.is_fully_replicated else self._replicate(x)).addressable_data(0)
         x = how.padded(np.asarray(x))
-        place = sharding(self.mesh, how)
-        shards = [
-            jax.device_put(np.array(x[index]), SingleDeviceSharding(device, memory_kind=HOST if how.host else None))
-            for device, index in place.addressable_devices_indices_map(x.shape).items()
-        ]
-        array = jax.make_array_from_single_device_arrays(x.shape, place, shards)
+        array = jax.make_array_from_callback(x.shape, sharding(self.mesh, how), lambda index: np.array(x[index]))
         return array if how.is_plain else Padded(array, how)
 
     def _unpadded(self, x: Any) -> Any:
@@ -112,33 +121,27 @@ class Placer:
     def _replicate(self, x: Any) -> Any:
         if isinstance(x, NUMBERS):
             return self._number(x)  # keeps its weak type
-        if isinstance(x, _KeyData):
-            return jax.random.wrap_key_data(self._replicate(x.data), impl=x.impl)
         # On several devices the step may donate its state, and the caller keeps the arguments: never an alias of them
         # (device_put makes one on the first device, may_alias=False or not). On one device they are taken, as by jit:
         # with a copy the first call would hold the state twice.
         if self.processes == 1 or spans(x):
             alias = self.mesh.size == 1 and isinstance(x, jax.Array)
             return jax.device_put(x if alias else jnp.copy(x), self.state_sharding)
-        shards = [jax.device_put(np.array(x), d) for d in self.local_devices]
-        return jax.make_array_from_single_device_arrays(np.shape(x), self.state_sharding, shards)
+        return jax.make_array_from_callback(np.shape(x), self.state_sharding, lambda index: np.array(x[index]))
 
     def place_batch(self, leaves: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
         """Each process's part of the batch as one global array, the parts in the order of their places on the axis of
         data; with its padding."""
+        if self.mesh.size == 1:
+            local = set(self.local_devices)
+            own = lambda x: type(x) is np.ndarray or (isinstance(x, jax.Array) and x.devices() == local)
+            if all(map(own, leaves)):  # jit itself is faster
+                return list(leaves)
         places = [sharding(self.mesh, how) for how in layouts]
         if self.processes == 1:
             whole = [_filled(x, how) for x, how in zip(leaves, layouts, strict=True)]
             return jax.device_put(whole, places[0] if len(set(places)) == 1 else places)  # one is quicker
         return [self._shard(x, how, place) for x, how, place in zip(leaves, layouts, places, strict=True)]
-
-    def batch_argument(self, leaves: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
-        """The batch as a compiled step takes it: `place_batch`, which for a single device jit does itself, faster."""
-        if self.mesh.size > 1:
-            return self.place_batch(leaves, layouts)
-        local = set(self.local_devices)
-        own = all(type(x) is np.ndarray or (isinstance(x, jax.Array) and x.devices() == local) for x in leaves)
-        return list(leaves) if own else self.place_batch(leaves, layouts)
 
     def _shard(self, x: Any, how: Layout, place: NamedSharding) -> jax.Array:
         array = physical(x)
@@ -164,12 +167,6 @@ class Placer:
         """The properties of a leaf of the batch that decide which program runs."""
         return np.shape(x), getattr(x, "dtype", None), getattr(x, "weak_type", False), getattr(x, "total", None)
 
-    def abstract_state(self, x: Any, how: Layout | None = None) -> jax.ShapeDtypeStruct:
-        """The type of a leaf of the state once it is on the mesh: of its physical array."""
-        aval = abstract(x)
-        shape = how.physical(aval.shape) if how else aval.shape
-        return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=sharding(self.mesh, how), weak_type=aval.weak_type)
-
     def logical_batch(self, x: Any) -> jax.ShapeDtypeStruct:
         """The type of a leaf of the batch as the step sees it: with the examples of all processes."""
         aval = jax.typeof(physical(x))
@@ -182,27 +179,6 @@ class Placer:
     def _everywhere(self, rows: int) -> int:
         """Return the number of examples of all processes, given this one's."""
         return rows * self.parts // max(1, len(self.own))
-
-    def abstract_batch(self, x: Any, how: Layout) -> jax.ShapeDtypeStruct:
-        """The type of a leaf of the batch once all processes' parts are on the mesh."""
-        aval = self.logical_batch(x)
-        place = sharding(self.mesh, how)
-        return jax.ShapeDtypeStruct(how.physical(aval.shape), aval.dtype, sharding=place, weak_type=aval.weak_type)
-
-    def batch_problem(self, names: Sequence[str], leaves: Sequence[Any]) -> str | None:
-        """Return the problem with this process's batch, or None."""
-        for name, x in zip(names, leaves, strict=True):
-            cut = how.by(AXIS) if isinstance(how := self.layout(x), Layout) else None
-            if cut and cut.parts < data_size(self.mesh):
-                return (
-                    f"batch leaf {name} is kept in shards within groups of devices, which is for state: pass the "
-                    "examples of this process as a plain array"
-                )
-        placed = [x for x in leaves if type(x) is not Padded]
-        names = [name for name, x in zip(names, leaves, strict=True) if type(x) is not Padded]
-        everywhere = data_size(self.mesh)
-        own = 1 if self.processes == 1 else max(1, everywhere // self.parts * len(self.own))
-        return batch.problem(names, placed, [everywhere if spans(x) else own for x in placed])
 
 
 def without_aliases(state: Sequence[Any]) -> list[Any]:
@@ -253,12 +229,9 @@ def _own_slices(
     return found
 
 
-def _ids(devices: Iterable[Any]) -> str:
-    """Devices, for a message."""
+def _named(devices: Iterable[Any]) -> str:
     ids = sorted(d.id for d in devices)
-    if len(ids) > 2 and ids == list(range(ids[0], ids[0] + len(ids))):
-        return f"{ids[0]} to {ids[-1]}"
-    return ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
+    return f"{len(ids)} devices, {ids[0]} to {ids[-1]}"
 
 
 def spans(x: Any) -> bool:
@@ -332,18 +305,8 @@ def in_shards(x: Any) -> bool:
     return type(x) is Padded or (isinstance(own, NamedSharding) and not own.is_fully_replicated)
 
 
-class _KeyData:
-    """A typed PRNG key on its way between processes, as plain integers."""
-
-    def __init__(self, key: jax.Array):
-        self.data = np.asarray(jax.random.key_data(key))
-        self.impl = str(jax.random.key_impl(key))
-
-
 def _to_host(x: Any) -> Any:
     """A leaf as something that can be sent, its weak type kept."""
-    if isinstance(x, jax.Array):
-        if batch.is_keys(x):
-            return _KeyData(x)
-        return x.item() if x.weak_type and x.ndim == 0 else np.asarray(x)
+    if isinstance(x, jax.Array) and x.weak_type and x.ndim == 0:
+        return x.item()
     return x if isinstance(x, NUMBERS) else np.asarray(x)

@@ -1,23 +1,38 @@
-"""A placed step, compiled: lowered for its communicator, and called on global arrays."""
+"""The programs of one step: traced once for the types of its arguments, placed for how they are kept, compiled."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import compat
 from jaxdist.agreement.calls import Traced
-from jaxdist.communicators import compiler_options, lowering
+from jaxdist.communicators import Rules, compiler_options, default_bucket_bytes, lowering
 from jaxdist.ir.interpreter import Interpreter
-from jaxdist.placements.layouts import HOST, Layout, Padded, layout_of, sharding
-from jaxdist.step.passes import spec_of
+from jaxdist.machine import Machine
+from jaxdist.mesh import AXIS, MODEL, data_size
+from jaxdist.placements.layouts import (
+    HOST,
+    Layout,
+    Padded,
+    check_host_memory,
+    layout_of,
+    of_batch,
+    on_host,
+    sharding,
+)  # fmt: skip
+from jaxdist.step.calling import COMPRESSIONS, Settings
 from jaxdist.step.placed import PlacedStep
-from jaxdist.step.signature import constants_back, has_constants, picker
+from jaxdist.step.placer import Placer, abstract
+from jaxdist.step.signature import Signature, constants_back, has_constants, picker
+from jaxdist.step.tracing import StepJaxpr, TracedStep, jaxpr_of, traced
 
 _AHEAD = 4
 """Calls after which a program waits for its results on virtual devices.
@@ -78,13 +93,15 @@ class Program:
         result = jax.tree.unflatten(step.tree, outs)
         return constants_back(result) if self._has_constants else result, found
 
-    def lower(self, state: Sequence[Any], batch: Sequence[Any]) -> jax.stages.Lowered:
+    def lower(self) -> jax.stages.Lowered:
         """Lower it, like ``jax.jit(f).lower``."""
-        lowered = self._jitted.lower(list(self._pick[0](state)), list(self._pick[1](state)), batch)
+        placed = self.placed
+        given, kept = ([placed.signature.state[k] for k in ks] for ks in self._order)
+        args = [[placed.held[i] for i in at] for at in (given, kept, placed.signature.batch)]
+        lowered = self._jitted.lower(*args)
         # Arguments in the host's memory that do not say so (see `compat.say_on_host`).
-        held = [self.placed.state[k] for ks in self._order for k in ks]
-        away = [k for k, how in enumerate(held) if how and how.host]
-        away = [k for k in away if sharding(self.placed.mesh, held[k]).memory_kind != HOST]
+        held = [(placed.held[i], placed.layouts[i]) for i in (*given, *kept)]
+        away = [k for k, (x, how) in enumerate(held) if how and how.host and x.sharding.memory_kind != HOST]
         if away:
             compat.say_on_host(lowered, away, HOST)
         return lowered
@@ -108,9 +125,7 @@ class Program:
         closed, found = placed.emitted
         if mesh.size == 1:
             return results(Interpreter({}).run(closed, *args))
-        outs = [one.placed.outs for one in found]
-        specs = tuple(spec_of(found, ps) for ps in zip(*(one.ins for one in found), strict=True))
-        out_specs = [spec_of(found, ps) for ps in zip(*outs, strict=True)]
+        in_specs, out_specs = placed.specs()
 
         def local(zero: Any, *xs: Any) -> list[Any]:
             if not any(x.size for x in xs):  # XLA can't divide a program all of whose arguments are empty
@@ -118,10 +133,120 @@ class Program:
             return lowering(placed.communicator, placed.over).run(closed, *xs)
 
         made = jax.shard_map(
-            local, mesh=placed.over, in_specs=(P(), *specs), out_specs=out_specs, check_vma=False,
+            local, mesh=placed.over, in_specs=(P(), *in_specs), out_specs=out_specs, check_vma=False,
         )(0, *args)  # fmt: skip
         self._padded_results = [
-            (i, how) for i, p in enumerate(outs[-1])
+            (i, how) for i, p in enumerate(found[-1].placed.outs)
             if (how := placed.results[i] or layout_of(p, found[-1].infer.axis)) is not None and not how.is_plain
         ]  # fmt: skip
         return results(made)
+
+
+class ProgramCache:
+    """The programs of one step."""
+
+    def __init__(self, settings: Settings, mesh: Mesh, machine: Machine, placer: Placer, communicator: str | Rules):
+        self._settings, self._mesh, self._placer, self._machine = settings, mesh, placer, machine
+        self._communicator = communicator
+        self._jaxprs: dict[Any, StepJaxpr] = {}
+        self.traces: dict[Any, TracedStep] = {}
+        self.programs: dict[Any, Program] = {}
+        self.looked_for: tuple[bool, bool] | None = None
+
+    @contextlib.contextmanager
+    def looking_for(self, kinds: tuple[bool, bool]) -> Iterator[None]:
+        """Make the programs of calls in here count NaN, infinity, or both, as JAX's settings ask."""
+        self.looked_for = kinds
+        try:
+            with jax.debug_nans(False), jax.debug_infs(False):
+                yield
+        finally:
+            self.looked_for = None
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._jaxprs.clear()
+        self.traces.clear()
+        self.programs.clear()
+
+    def types(self, signature: Signature, leaves: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """Return the types of a call's leaves as the step sees them: the batch has the examples of all ranks."""
+        logical = self._placer.logical_batch
+        return [logical(x) if b else abstract(x) for x, b in zip(leaves, signature.is_batch, strict=True)]
+
+    def program(self, signature: Signature, leaves: Sequence[Any]) -> Program:
+        """The program for leaves that come as these do: what comes in shards, or in the host's memory, stays there; the
+        rest is as the step wants it."""
+        trace = self.traced(signature, leaves)
+        layouts: list[Any] = list(trace.layouts)
+        groups = trace.groups
+        for i in signature.state:
+            how, wanted = self._placer.layout(leaves[i]), layouts[i]
+            cut = how.by(AXIS) if isinstance(how, Layout) else None
+            own = data_size(self._mesh) // cut.parts if cut else 1
+            groups = own if groups == 1 else groups
+            if isinstance(how, Layout) and own in (1, groups):  # one step has groups of one size
+                layouts[i] = on_host(how, (), 0) if wanted and wanted.host else how
+        key = (trace, *layouts)
+        if key not in self.programs:
+            communicator, mesh = self._communicator, self._mesh
+            self.programs[key] = self.make(trace, signature, self.types(signature, leaves), layouts, mesh, communicator)
+        return self.programs[key]
+
+    def jaxpr(self, signature: Signature, types: Sequence[Any]) -> StepJaxpr:
+        """The step for leaves of these types, traced once."""
+        call = (signature.tree, signature.keywords, signature.numbers)
+        key = (call, compat.trace_settings(), self.looked_for, *((a.shape, a.dtype, a.weak_type) for a in types))
+        if key not in self._jaxprs:
+            of = self._settings
+            check = of.check_finite or self.looked_for is not None
+            self._jaxprs[key] = jaxpr_of(of.step, signature, types, self._mesh, check)
+        return self._jaxprs[key]
+
+    def traced(self, signature: Signature, leaves: Sequence[Any]) -> TracedStep:
+        """Return the step traced for a call with these leaves, analyzed."""
+        types = self.types(signature, leaves)
+        step = self.jaxpr(signature, types)
+        layouts, key = self._settings.layouts, (signature, (id(step), False))
+        given = self._cut_by_model(signature, leaves) if layouts is None else {}
+        if given and key not in self.traces:  # which are searched for, where nothing comes cut
+            key = (signature, (id(step), True))
+        if key not in self.traces:
+            found = traced(step, signature, types, self._mesh, self._machine, layouts=layouts, given=given)
+            if found.marks.offloaded and self._machine.has_own_memory:
+                check_host_memory(self._mesh)
+            self.traces[key] = found
+        return self.traces[key]
+
+    def _cut_by_model(self, signature: Signature, leaves: Sequence[Any]) -> dict[int, int]:
+        """The leaves that come cut by the model axis, and the dimension."""
+        if self._mesh.shape.get(MODEL, 1) == 1:
+            return {}
+        kept = [(i, self._placer.layout(leaves[i])) for i in signature.state]
+        return {i: cut.dim for i, how in kept if isinstance(how, Layout) and (cut := how.by(MODEL))}
+
+    def make(
+        self,
+        trace: TracedStep,
+        signature: Signature,
+        avals: Sequence[Any],
+        layouts: Sequence[Layout | None],
+        mesh: Mesh,
+        communicator: str | Rules,
+    ) -> Program:
+        """Return the step's program on these devices, with these layouts of the state."""
+        of = self._settings
+        may = lambda i, name: name in of.donate_argnums or (of.donate and i in trace.may_take)
+        # An error of `check_finite` must not cost the state.
+        donate = {i for _, at, name in signature.arguments for i in at if not trace.checked and may(i, name)}
+        bucket_bytes = of.bucket_bytes
+        if bucket_bytes is None:
+            bucket_bytes = default_bucket_bytes(communicator, mesh, trace.infer.machine)
+        compress = COMPRESSIONS[of.compress] if of.compress else None
+        name = getattr(of.step, "__name__", "step")
+        layouts = [
+            of_batch(a.shape, mesh) if is_batch else how
+            for is_batch, a, how in zip(signature.is_batch, avals, layouts, strict=True)
+        ]
+        placed = PlacedStep(trace, signature, avals, layouts, mesh, communicator, bucket_bytes, compress)
+        return Program(placed, donate, name)

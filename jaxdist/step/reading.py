@@ -19,7 +19,7 @@ from jaxdist.runtime.context import Context
 from jaxdist.step import batch
 from jaxdist.step.calling import Settings
 from jaxdist.step.placer import Placer, spans
-from jaxdist.step.program_cache import ProgramCache
+from jaxdist.step.program import ProgramCache
 from jaxdist.step.signature import NUMBERS, Signature, Static, is_array, leaf_name
 
 _log = logging.getLogger("jaxdist")
@@ -29,27 +29,46 @@ class Reader:
     """Reads the calls of one step."""
 
     def __init__(self, name: str, settings: Settings, placer: Placer, cache: ProgramCache):
-        self._name, self.calling, self._declared = name, settings.calling, settings.batch
+        self.name, self.calling, self._declared = name, settings.calling, settings.batch_argnums
         self._placer, self._cache = placer, cache
+        self.signatures: dict[Any, Signature] = {}  # of earlier calls, by their structure and constants
+        self._numbers: dict[Any, frozenset[int]] = {}  # by structure
         self._made: dict[Any, Signature] = {}
         self._warned = False  # that all ranks pass the same batch
 
-    def read(self, args: tuple[Any, ...], keywords: tuple[str, ...] = ()) -> Signature:
-        """The signature of a call.
+    def constants(self, tree: Any, leaves: Sequence[Any]) -> tuple[tuple[int, type, Any], ...]:
+        """Position, type and value of each constant among these leaves."""
+        numbers = self._numbers[tree]
+        return tuple((i, type(x), x) for i, x in enumerate(leaves) if not is_array(x) or i in numbers)
+
+    def signature(self, args: tuple[Any, ...], keywords: tuple[str, ...], leaves: list[Any], tree: Any) -> Signature:
+        """The signature of a call: an earlier call's, or as this rank reads it.
 
         A Python number is data, as under `jax.jit`; in modules of equinox it is a constant, as under
         `equinox.filter_jit`."""
-        leaves, tree = jax.tree.flatten(args)
-        numbers = _in_equinox(args)
+        if tree not in self._numbers:
+            self._numbers[tree] = _in_equinox(args)
+        parameters, numbers = self.calling.of(len(args), keywords), self._numbers[tree]
+        constants = self.constants(tree, leaves)
+        for i, kind, x in constants:
+            try:
+                hash(x)
+            except TypeError:
+                name = leaf_name(parameters, jax.tree_util.tree_leaves_with_path(args)[i][0])
+                raise TypeError(
+                    f"step {self.name!r}: argument {name} is of type {kind.__qualname__}, neither an array nor "
+                    "hashable. If it holds arrays, register the class (jax.tree_util.register_dataclass); if it is a "
+                    "constant, make it hashable (a frozen dataclass, say) or close over it"
+                ) from None
+        if known := self.signatures.get((tree, constants)):
+            return known
         marked = [x if is_array(x) and i not in numbers else Static(x) for i, x in enumerate(leaves)]
-        paths, tree = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, marked))
-        parameters = self.calling.of(len(args), keywords)
+        paths, tree = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(jax.tree.structure(args), marked))
         names = tuple(leaf_name(parameters, path) for path, _ in paths)
         signature = Signature(tree, (False,) * len(names), names, tuple(parameters), keywords, numbers)
         leaves = [x for _, x in paths]
         if self._declared is not None:
-            self._check_declared(args, parameters)
-            signature = signature.with_batch(self._chosen(signature, leaves))
+            signature = signature.with_batch(self._chosen(self._declared, args, signature, leaves))
         else:
             signature = self._by_structure(signature, leaves)
         # The same object for the same signature: programs are kept by it.
@@ -90,7 +109,7 @@ class Reader:
         if several and (error := self._traced(with_batch(found), leaves)) and self._traced(signature, leaves) is None:
             names = [signature.arguments[k][2] for k in found]
             raise ValueError(
-                f"step {self._name!r}: {batch.listed(names)} would be the batch, which has the parts of all ranks, and "
+                f"step {self.name!r}: {batch.listed(names)} would be the batch, which has the parts of all ranks, and "
                 f"the step can't be traced so ({in_words(error)}). Name the batch in batch_argnums="
             ) from error
         return with_batch(found)
@@ -153,7 +172,7 @@ class Reader:
         if self._declared is None and (others or set(split).issubset(like)):
             but = f"but {batch.listed(others)} does" if others else "and the step returns the next value"
             raise ValueError(
-                f"step {self._name!r}: {batch.listed(names)} would be the batch, and nothing of it differs between the "
+                f"step {self.name!r}: {batch.listed(names)} would be the batch, and nothing of it differs between the "
                 f"ranks, {but}. batch_argnums={batch.argnums(others)} says that {'that' if others else 'nothing'} is; "
                 f"batch_argnums={batch.argnums(names)} that each rank has its own part of it. {batch.INDICES}"
             )
@@ -163,7 +182,7 @@ class Reader:
             _log.warning(
                 "step %r: all %d ranks pass the same batch, so each example counts %d times. Give each rank "
                 "its own part: jaxdist.loader does, or take x[%s",
-                self._name, context.size, parts, of,
+                self.name, context.size, parts, of,
             )  # fmt: skip
         self._warned = True
 
@@ -183,7 +202,7 @@ class Reader:
             own = [names[i] for i in group]
             rows = np.shape(leaves[group[0]])[0]
             raise ValueError(
-                f"step {self._name!r}: {batch.listed(own[:4])} ({rows} entries) is the same on all ranks, and the rest "
+                f"step {self.name!r}: {batch.listed(own[:4])} ({rows} entries) is the same on all ranks, and the rest "
                 "of the batch is not. It may be one array for all examples (the weights of classes), or each rank's "
                 f"part that happens to be the same. Say which: batch_argnums={batch.argnums(rest)}: it is one for all; "
                 f"or batch_argnums={batch.argnums([*rest, *own])}: each rank has its own part of it. {batch.INDICES}"
@@ -198,64 +217,42 @@ class Reader:
         used = {id(v) for v in (*step.outvars, *(v for eqn in step.eqns for v in eqn.invars))}
         return any(id(step.invars[i]) in used for i in group)
 
-    def bad_constant(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> TypeError | None:
-        """Return an error about a leaf that is neither an array nor hashable, if one exists."""
-        parameters = self.calling.of(len(args), keywords)
-        for path, x in jax.tree_util.tree_leaves_with_path(args):
-            try:
-                if not is_array(x):
-                    hash(x)
-            except TypeError:
-                return TypeError(
-                    f"step {self._name!r}: argument {leaf_name(parameters, path)} is of type {type(x).__qualname__}, "
-                    "neither an array nor hashable. If it holds arrays, register the class "
-                    "(jax.tree_util.register_dataclass); if it is a constant, make it hashable (a frozen dataclass, "
-                    "say) or close over it"
-                )
-        return None
-
     def _check_shared(self, signature: Signature, everyone: Sequence[Sequence[int | None]]) -> None:
         """Refuse a batch if ranks with the same part of it pass different values."""
         for ranks in self._placer.shared:
             for i in signature.batch:
                 if others := unlike_the_root([everyone[rank][i] for rank in ranks]):
                     raise ValueError(
-                        f"step {self._name!r}: batch leaf {signature.names[i]} is not the same on rank {ranks[0]} and "
+                        f"step {self.name!r}: batch leaf {signature.names[i]} is not the same on rank {ranks[0]} and "
                         f"rank {list_ranks([ranks[k] for k in others])}, which pass one part of the batch: on the mesh "
                         f"{dict(self._placer.mesh.shape)} they have the same place on the axis {AXIS!r}. Read the "
                         "examples of that place on each of them: jaxdist.loader(..., mesh=) does, or "
                         "take x[own[0]::parts], where own, parts = ctx.parts(mesh)"
                     )
 
-    def _check_declared(self, args: tuple[Any, ...], parameters: Sequence[str]) -> None:
-        assert self._declared is not None
-        for n in self._declared:
+    def _chosen(
+        self, declared: Sequence[int | str], args: tuple[Any, ...], signature: Signature, leaves: Sequence[Any]
+    ) -> list[int]:
+        """Leaves with entries of the arguments that are said to be the batch; all leaves of one that has no entries."""
+        parameters, chosen = signature.parameters, list[int]()
+        every = {leaf_name(parameters, path): x for path, x in jax.tree_util.tree_leaves_with_path(args)}
+        for n in declared:
             if isinstance(n, int) and not -len(args) <= n < len(args):
                 raise TypeError(
-                    f"step {self._name!r} got {len(args)} arguments, and batch_argnums={tuple(self._declared)} names "
-                    "one that was not passed: pass the batch, or batch_argnums=() if the step has none"
+                    f"step {self.name!r} got {len(args)} arguments, and batch_argnums={tuple(declared)} names one that "
+                    "was not passed: pass the batch, or batch_argnums=() if the step has none"
                 )
-        paths = jax.tree_util.tree_leaves_with_path(args)
-        names = [leaf_name(parameters, path) for path, _ in paths]
-        whole = {n if isinstance(n, str) else parameters[n] for n in self._declared}
-        for name, (_, leaf) in zip(names, paths, strict=True):
-            if not is_array(leaf) and any(_is_in(name, of) for of in whole):
+            of = n if isinstance(n, str) else parameters[n]
+            if not any(_is_in(name, of) for name in (*every, *parameters)):
                 raise TypeError(
-                    f"batch leaf {name} is {leaf!r}, not an array: anything without one entry per example belongs to "
-                    "the state, or batch_argnums names the wrong argument"
+                    f"step {self.name!r} has no argument {of!r}, which batch_argnums names: there are "
+                    f"{', '.join([*every][:8])}{', ...' if len(every) > 8 else ''}"
                 )
-        for n in self._declared:
-            if isinstance(n, str) and not any(_is_in(name, n) for name in [*names, *parameters]):
+            if constants := [name for name, x in every.items() if not is_array(x) and _is_in(name, of)]:
                 raise TypeError(
-                    f"step {self._name!r} has no argument {n!r}, which batch_argnums names: there are "
-                    f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+                    f"batch leaf {constants[0]} is {every[constants[0]]!r}, not an array: anything without one entry "
+                    "per example belongs to the state, or batch_argnums names the wrong argument"
                 )
-
-    def _chosen(self, signature: Signature, leaves: Sequence[Any]) -> list[int]:
-        """Leaves with entries of the arguments that are said to be the batch; all leaves of one that has no entries."""
-        assert self._declared is not None
-        chosen: list[int] = []
-        for of in {n if isinstance(n, str) else signature.parameters[n]: None for n in self._declared}:
             at = [i for i, name in enumerate(signature.names) if _is_in(name, of)]
             sizes = [None] * len(at) if len(at) == 1 else batch.sizes([leaves[i] for i in at])
             keys = [batch.is_keys(leaves[i]) for i in at]

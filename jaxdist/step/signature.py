@@ -89,18 +89,6 @@ class Signature:
         return out
 
 
-class Signatures(dict[Any, Signature]):
-    """Signatures of earlier calls, by the structure of the arguments (`flat`) and the constants among them."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[Any, frozenset[int]] = {}
-
-    def constants(self, tree: Any, leaves: Sequence[Any]) -> tuple[tuple[int, type, Any], ...]:
-        """Position, type and value of each constant among these leaves."""
-        numbers = self.numbers.get(tree, ())
-        return tuple((i, type(x), x) for i, x in enumerate(leaves) if not is_array(x) or i in numbers)
-
-
 def flat(args: tuple[Any, ...], keywords: tuple[str, ...]) -> tuple[list[Any], Any]:
     """Return leaves and structure of a call's arguments, the last of them by keyword."""
     leaves, tree = jax.tree.flatten(args)

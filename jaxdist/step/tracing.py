@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
@@ -18,15 +20,14 @@ from jaxdist.compat import shard_map_p, trace_state_clean
 from jaxdist.ir.interpreter import contains
 from jaxdist.ir.trace import inside_step, stepping, trace
 from jaxdist.machine import Machine
-from jaxdist.mesh import AXIS, along_data, data_size, in_groups, passes
+from jaxdist.mesh import AXIS, MODEL, along_data, data_size, in_groups, passes
 from jaxdist.placements.infer import Infer
-from jaxdist.placements.layouts import Layout, choose, on_host
+from jaxdist.placements.layouts import Cut, Layout, choose, layout, on_host
 from jaxdist.placements.marks import Marks, group, marks
 from jaxdist.placements.owners import way
+from jaxdist.placements.search import search
 from jaxdist.runtime.context import get_context
 from jaxdist.step import finite, modules
-from jaxdist.step.calling import apply
-from jaxdist.step.model_axis import cut_by_model
 from jaxdist.step.signature import NUMBERS, Signature, Static, constants_back, is_array, match
 
 _log = logging.getLogger("jaxdist")
@@ -100,7 +101,7 @@ def traced(
     arguments = [argument for argument in signature.arguments if batch.isdisjoint(argument[1])]
     sources, may_take, alike = match(tree, closed.out_avals[: tree.num_leaves], arguments, avals)
     sources += [None] * (len(closed.out_avals) - tree.num_leaves)
-    outer = cut_by_model(layouts, signature, avals, mesh, infer, closed, sources, given or {})
+    outer = _cut_by_model(layouts, signature, avals, mesh, infer, closed, sources, given or {})
     shapes = [how.local(a.shape) for a, how in zip(avals, outer, strict=True)]
     found = marks(infer, block, level)
     cuts = found.cuts(shapes, parts)
@@ -133,7 +134,7 @@ def jaxpr_of(
     def flat(*args: Any) -> list[Any]:
         args = constants_back(args)
         with stepping(mesh), finite.collecting() as found:
-            result = run(step, args, signature.keywords)
+            result = modules.run(step, args, signature.keywords)
             if check_finite:
                 found.look_at(result, "result")
         constant = NUMBERS if signature.numbers else ()
@@ -180,8 +181,58 @@ def is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     )
 
 
-def run(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str] = ()) -> Any:
-    """Call a step with arguments as of its `Signature`."""
-    if any(type(x) is modules.NnxArrays for x in args):
-        return modules.run(step, args, keywords)
-    return apply(step, args, keywords)
+# --- the dimension of each leaf of the state that the model axis cuts
+
+
+def _cut_by_model(
+    layouts: Mapping[str, int | None] | None,
+    signature: Signature,
+    avals: Sequence[Any],
+    mesh: Mesh,
+    infer: Infer,
+    closed: ClosedJaxpr,
+    sources: Sequence[int | None],
+    given: Mapping[int, int],
+) -> list[Layout]:
+    """Return the layout of each argument of a step along the model axis."""
+    parts = mesh.shape.get(MODEL, 1)
+    if parts == 1:
+        dims = {}
+    elif layouts is None:
+        infer = infer.over(passes(mesh), 0)
+        block = infer.block(closed)
+        block.outermost = True
+        dims = search(infer, block, signature.state, sources, signature.names, mesh.size // parts, given)
+    else:
+        dims = _named(layouts, signature, avals, parts)
+
+    def cut(i: int, shape: Sequence[int]) -> Layout:
+        return layout(Cut(MODEL, parts, dims[i], -shape[dims[i]] % parts)) if i in dims else layout()
+
+    return [cut(i, aval.shape) for i, aval in enumerate(avals)]
+
+
+def _named(layouts: Mapping[str, int | None], signature: Signature, avals: Sequence[Any], parts: int) -> dict[int, int]:
+    """The arguments that the user's expressions name, and the dimension."""
+    found, used, lacking = dict[int, int](), set[str](), dict[str, str]()
+    for i in signature.state:
+        name, shape = signature.names[i], avals[i].shape
+        for expression, dim in layouts.items():
+            if not re.search(expression, name):
+                continue
+            if dim is not None and shape and not -len(shape) <= dim < len(shape):
+                lacking.setdefault(expression, f"leaf {name} has shape {shape}, and no dimension {dim}")
+                break  # an optimizer's statistics of a parameter may have fewer dimensions
+            used.add(expression)
+            if dim is not None and shape and not jnp.issubdtype(avals[i].dtype, jax.dtypes.extended):
+                found[i] = dim % len(shape)
+            break
+    if none := [expression for expression in lacking if expression not in used]:
+        raise ValueError(
+            f"layouts={{{none[0]!r}: {layouts[none[0]]}}}: {lacking[none[0]]} for the {parts} devices of the axis "
+            f"{MODEL!r} to cut"
+        )
+    if unused := [expression for expression in layouts if expression not in used]:
+        names = ", ".join(signature.names[i] for i in signature.state[:8])
+        raise ValueError(f"layouts: {unused[0]!r} is found in no leaf of the state; its leaves are {names}")
+    return found

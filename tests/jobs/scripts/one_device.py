@@ -126,7 +126,7 @@ def offloaded(folder: str) -> dict[str, float]:
     plain = jax.jit(step(tx))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxdist.machine.Machine.has_own_memory", True)  # private: there is no GPU here
-        patch.setattr("jaxdist.step.program_cache.check_host_memory", lambda mesh: None)  # private: likewise
+        patch.setattr("jaxdist.step.program.check_host_memory", lambda mesh: None)  # private: likewise
         for i, (level, in_host) in enumerate([(2, False), (1, True), (3, True), (1, False)]):
             *want, _, _ = plain(*want, x)
             decorated = jaxdist.data_parallel(step(jaxdist.zero(tx, level, offload=in_host)))  # type: ignore[arg-type]
