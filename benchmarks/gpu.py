@@ -49,6 +49,7 @@ def core() -> dict[str, Any]:
     jax.config.update("jax_enable_x64", True)
     sys.path.insert(0, str(ROOT / "tests"))
     from harness import oracle
+    from harness.check import gap
 
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     gaps: dict[str, float] = {}
@@ -58,7 +59,7 @@ def core() -> dict[str, Any]:
         label = f"{name} at level {level}"
         try:
             got = oracle.run_decorated(oracle.case(name, level), mesh=mesh)
-            gaps[label] = oracle.difference(oracle.expected(name), got)
+            gaps[label] = gap(oracle.expected(name), got)
             if not gaps[label] <= oracle.case(name, level).tolerance:
                 failed[label] = f"differs by {gaps[label]:.1e}"
         except Exception as error:  # the others are still of interest

@@ -79,9 +79,10 @@ def read(trace: str | os.PathLike[str]) -> Trace:
     """Read the times of a rank's devices from a trace."""
     shardings = [x.sharding for x in jax.live_arrays() if not x.is_deleted()]
     meshes = {one.mesh for one in shardings if isinstance(one, NamedSharding) and isinstance(one.mesh, Mesh)}
+    simplest = sorted(meshes, key=lambda mesh: (len(mesh.shape), mesh.axis_names))  # names a collective first
     known = dict[tuple[Any, Any], Collective]()  # by the names of program and operation
     for program, text in compat.programs():  # of equal names, the newest program counts
-        known |= {(program, name): one for name, one in collectives_of(text, list(meshes)).items()}
+        known |= {(program, name): one for name, one in collectives_of(text, simplest).items()}
     busy: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     on: dict[Collective, dict[Any, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
