@@ -33,16 +33,14 @@ def value_and_grad(
 
     Args:
       fun: ``fun(*args, **kwargs) -> loss``, or ``(loss, aux)`` with `has_aux`. The loss must be a mean over the
-        examples. For a sum or a weighted mean, the mean over microbatches differs from the result for the whole batch.
+        examples; for a sum or a weighted mean, the mean over microbatches is a different number.
       argnums: the arguments to differentiate.
-      has_aux: see `jax.value_and_grad`.
-      holomorphic: see `jax.value_and_grad`.
-      allow_int: see `jax.value_and_grad`.
+      has_aux: see `jax.value_and_grad`, as for `holomorphic` and `allow_int`.
       microbatches: the number k of equal parts. Only one part's activations are in memory at a time. In `aux`, leaves
         with one entry per example are returned in the batch's order, other integers are summed, and other floats are
         averaged.
-      batch_argnums: the positions of the batch among the arguments. Their first dimension must be the number of
-        examples. The default is the last argument, if no other argument has more entries.
+      batch_argnums: the positions of the batch among the arguments, whose first dimension is the number of examples.
+        The default is the last argument, if no other argument has more entries.
 
     Returns:
       A function with the arguments of `fun` that returns ``(loss, gradients)`` or ``((loss, aux), gradients)``.
@@ -58,8 +56,7 @@ def value_and_grad(
       9.0
 
     References:
-      Goyal et al., arXiv 1706.02677, section 3 (gradient aggregation is a sum; normalise by the whole batch);
-      ``torch.nn.parallel.DistributedDataParallel.no_sync``.
+      Goyal et al., arXiv 1706.02677, section 3; ``torch.nn.parallel.DistributedDataParallel.no_sync``.
     """
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"microbatches={microbatches!r}: a positive integer")
@@ -117,12 +114,7 @@ def grad(
     """Return ``jax.grad(fun)`` with the settings of `jaxdist.value_and_grad`.
 
     Args:
-      fun: see `jaxdist.value_and_grad`.
-      argnums: see `jax.grad`.
-      has_aux: see `jax.grad`.
-      holomorphic: see `jax.grad`.
-      allow_int: see `jax.grad`.
-      **settings: `microbatches`, `batch_argnums`.
+      fun: see `jaxdist.value_and_grad`, as for the other arguments.
 
     Returns:
       A function that returns the gradients, or ``(gradients, aux)`` with `has_aux`.

@@ -27,8 +27,7 @@ def per_device(fn: Callable[P, R], in_specs: Any, out_specs: Any, *, check_vma: 
     Args:
       fn: a function of one device's arrays, or pytrees of them.
       in_specs: how to split each argument, as in `jax.shard_map`: ``PartitionSpec("data")`` along its first dimension,
-        or ``PartitionSpec()`` for the whole array. On a mesh with several axes (`jaxdist.parallel`), it may name each
-        of them.
+        ``PartitionSpec()`` for the whole array. On a mesh with several axes, it may name each of them.
       out_specs: how to join the results.
       check_vma: see `jax.shard_map`: let JAX check that results which `out_specs` calls identical on all devices are.
         Kernels need False.

@@ -39,30 +39,27 @@ def zero(
 ) -> optax.GradientTransformationExtraArgs:
     """Shard the state of `tx`, the gradients, and the parameters over the devices of a decorated step (ZeRO).
 
-    The rest of the step and its results do not change. Each device keeps and updates one slice of each leaf. Leaves
+    The rest of the step and its results do not change. Each device keeps and updates one slice of each leaf; leaves
     with fewer entries than devices stay whole. Each matrix that an optimizer needs as a whole (Muon, Shampoo, SOAP,
-    GaLore) is sent to one device and back. Other operations that need a whole value gather it. Outside a decorated
-    step, the result behaves like `tx`, and the state has the structure that `tx` gives it, unless `precision` is set.
-
-    Wrap the complete optimizer: state of transformations outside of `zero` stays whole on each device.
+    GaLore) is sent to one device and back; other operations that need a whole value gather it. Outside a decorated
+    step, the result behaves like `tx`. Wrap the complete optimizer: state of transformations outside of `zero` stays
+    whole on each device.
 
     Args:
       tx: any optax transformation.
       level: the values to shard, with the bytes per parameter on each of N devices (float32, Adam). 0: nothing (16). 1:
-        the optimizer state (8 + 8/N). 2: the gradients too (4 + 12/N). 3: the parameters too (16/N). Level 3 gathers
-        each parameter where the forward and backward passes use it, one layer at a time under ``jax.lax.scan``. Between
-        steps parameters stay sharded; see `jaxdist.unshard`. Level 3 needs ``tx.update(grads, opt_state, params)``.
+        the optimizer state (8 + 8/N). 2: the gradients too (4 + 12/N). 3: the parameters too (16/N), which are gathered
+        where the forward and backward passes use them, one layer at a time under ``jax.lax.scan``, and stay sharded
+        between steps (see `jaxdist.unshard`). Level 3 needs ``tx.update(grads, opt_state, params)``.
       within: the devices that share a leaf: all (None), those of each host (``"host"``), or this many in a row. Each
-        group holds the whole leaf (hybrid sharding), so gathers stay within a group and only slices of gradients are
-        sent between groups.
+        group holds the whole leaf (hybrid sharding), so only slices of gradients are sent between groups.
       split: ``"owners"`` computes each whole matrix on one device. ``"slices"`` uses all devices where possible, for a
         few very large matrices. None chooses the faster one by FLOPs and bytes.
       offload: keep the optimizer state in host memory between steps. It crosses PCIe twice per step. No effect on CPUs.
-      precision: ``"bf16"`` or ``"fp16"`` for parameters in 16 bits. `tx` then updates a float32 copy, made from the
-        argument of ``tx.init`` and stored as ``opt_state.master``; the parameters are the copy, rounded. With
-        ``"fp16"``, multiply the loss by `jaxdist.loss_scale` before differentiating; the update divides by it. If
-        gradients are not finite, the step changes nothing and halves the scale on all devices. After 2000 good steps
-        the scale doubles. Works at level 0 and outside decorated steps too.
+      precision: ``"bf16"`` or ``"fp16"`` for parameters in 16 bits. `tx` then updates a float32 copy, made by
+        ``tx.init`` and stored as ``opt_state.master``; the parameters are the copy, rounded. With ``"fp16"``, multiply
+        the loss by `jaxdist.loss_scale` before differentiating; the update divides by it. If gradients are not finite,
+        the step changes nothing and halves the scale; after 2000 good steps the scale doubles.
 
     Returns:
       A transformation with the states, updates, and extra arguments of `tx`. With `precision`, its state has the
@@ -88,9 +85,8 @@ def zero(
       [0.9, 0.9, 0.9]
 
     References:
-      Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, arXiv 1910.02054;
-      Zhao et al., *PyTorch FSDP*, VLDB 2023, section 3.2.2 (hybrid sharding); Micikevicius et al., *Mixed Precision
-      Training*, arXiv 1710.03740, section 3.
+      Rajbhandari et al., *ZeRO*, arXiv 1910.02054; Zhao et al., *PyTorch FSDP*, VLDB 2023, section 3.2.2 (hybrid
+      sharding); Micikevicius et al., *Mixed Precision Training*, arXiv 1710.03740, section 3.
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise TypeError(f"zero takes an optax gradient transformation (init and update), not {tx!r}")

@@ -32,15 +32,12 @@ _ADVICE = (
 @api_boundary
 @under_no_mesh
 def check_sync(tree: Any) -> None:
-    """Raise an error on every rank unless a tree is the same on all of them.
+    """Raise an error on every rank unless a tree is the same on all of them. Every process must call it.
 
-    Values that every device holds must have the same bits on every device of every process, so NaN equals NaN and 0.0
-    differs from -0.0. The same holds for NumPy arrays, Python numbers, and strings. For sharded arrays, it compares
-    type, layout, and the bits of slices that several groups of devices hold. For other leaves (functions, objects), it
-    compares the Python type. Only checksums (CRC-32) are sent, over the control channel. Arrays on a GPU are copied to
-    the host first.
-
-    Every process must call it. It waits for the arrays to be computed.
+    Values that every device holds, NumPy arrays, Python numbers, and strings must have the same bits everywhere, so NaN
+    equals NaN and 0.0 differs from -0.0. For sharded arrays, it compares type, layout, and the bits of slices that
+    several groups of devices hold; for other leaves (functions, objects), the Python type. It waits for the arrays and
+    sends only checksums (CRC-32) over the control channel, which needs a copy on the host.
 
     Args:
       tree: any pytree.

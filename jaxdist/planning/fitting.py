@@ -29,13 +29,12 @@ def fit(
     """Find the ZeRO level and sharding groups with which a step fits in memory and takes the least time.
 
     The step is compiled as written, and at each level for state sharded over all devices and, with several hosts of
-    several devices, for ``within="host"``: at most seven programs. ``mesh="auto"`` also finds the mesh, among meshes
-    that divide the batch and keep the model and sequence axes within a host. Then only the most promising candidates
-    are compiled, at most ten; `why` says if others are left.
+    several devices, for ``within="host"``. ``mesh="auto"`` also finds the mesh, among those that divide the batch and
+    keep the model and sequence axes within a host; it compiles the ten most promising candidates at most, and `why`
+    says if others are left.
 
-    Candidates are ordered by estimated time, which differs from a measured time: FLOPs at a share of the data sheet's
-    rate, one read and one write of the state, and messages at full link speed, except those that the schedule overlaps.
-    Without a schedule (see `plan`), no message counts as overlapped, which penalizes candidates that communicate more.
+    Candidates are ordered by estimated time: FLOPs at a share of the data sheet's rate, one read and one write of the
+    state, and messages at full link speed, except those that the schedule overlaps (without one, see `plan`, none).
 
     Args:
       step: a step decorated with `jaxdist.data_parallel` or `jaxdist.parallel`.

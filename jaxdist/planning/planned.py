@@ -20,16 +20,14 @@ def plan(
     """Compile a decorated step for other devices, and count its bytes and collectives.
 
     No array is created and nothing is sent, so models of any size can be planned. With `jax[cuda12]` installed, the
-    program is the one that GPUs would run; no GPU is needed. Otherwise the step is compiled for virtual CPU devices:
-    the bytes of the state and the collectives are about the same, temporary memory is estimated by a different
-    compiler, and overlap is unknown.
+    program is the one that GPUs would run; no GPU is needed. Otherwise it is compiled for virtual CPU devices:
+    temporary memory is then an estimate by a different compiler, and overlap is unknown.
 
     The bytes on a device are arguments as stored between steps, results that do not reuse their memory, and XLA's
     temporary memory (gradients, activations, gathered parameters, buffers). "fits" compares them with the memory that
-    JAX reserves: three quarters of a GPU, unless ``XLA_PYTHON_CLIENT_MEM_FRACTION`` is set.
-
-    A collective counts as overlapped if a kernel on more than scalars runs between its start and its end. Its time
-    assumes a ring at the full speed of the slowest link, plus a latency, so real times are longer.
+    JAX reserves: three quarters of a GPU, unless ``XLA_PYTHON_CLIENT_MEM_FRACTION`` is set. A collective counts as
+    overlapped if a kernel on more than scalars runs between its start and its end. Its time assumes a ring at the full
+    speed of the slowest link, plus a latency, so real times are longer.
 
     Args:
       step: a step decorated with `jaxdist.data_parallel` or `jaxdist.parallel`.
@@ -38,8 +36,7 @@ def plan(
       topology: ``"8xH100"`` for the devices of one host, or ``"8x8xH100"`` for hosts and devices of each. Kinds:
         A100-40, A100-80, H100, H200, B200, cpu. Append speeds to change them: ``"8x8xH100,network=25e9"``.
       levels: ZeRO levels to compare with the step's own. A step without `jaxdist.zero` has only its own.
-      mesh: the sizes of the axes, as for `jaxdist.parallel`. The default is the step's own. Neighboring devices, which
-        are on one host, differ in the last axis.
+      mesh: the sizes of the axes, as for `jaxdist.parallel`; the step's own by default.
 
     Returns:
       The plan. ``print`` it, or use its `candidates`, `own`, and ``to_json()``. Sizes are in bytes, times in seconds.

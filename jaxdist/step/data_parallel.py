@@ -45,33 +45,29 @@ def data_parallel(
 ) -> Any:
     """Run a pure train step, written for one device, on every device of the job.
 
-    The decorated step returns the same result that ``jax.jit(step)`` returns on one device with the whole batch, up to
-    the rounding of floating-point sums. Inside the step, ``x.shape[0]`` is the size of the whole batch, and a mean
-    covers all examples. Each device computes its part of the examples. Operations across examples (a gradient,
-    BatchNorm, a similarity matrix) send data between devices.
+    The decorated step returns what ``jax.jit(step)`` returns on one device with the whole batch, up to the rounding of
+    floating-point sums. Inside the step, ``x.shape[0]`` is the size of the whole batch, and a mean covers all examples.
 
     * Each process passes its own part of the batch, with the same shapes on all ranks. The parts are joined in rank
-      order. A global array is used unchanged. If the devices do not divide the examples, the last devices have fewer.
-    * All other arguments are state: any number of pytrees. If a part of the result has the structure, shapes, and
-      dtypes of a state argument, it is stored on the devices like that argument. State that is not on the devices yet
-      is taken from rank 0. State that the step does not return must be the same on every rank. Leaves that are not
-      arrays are constants.
+      order; a global array is used unchanged. If the devices do not divide the examples, the last devices have fewer.
+    * All other arguments are state: any number of pytrees. A part of the result with the structure, shapes, and dtypes
+      of a state argument is stored like that argument. State that is not on the devices yet is taken from rank 0; if
+      the step does not return it, it must be the same on every rank. Leaves that are not arrays are constants.
     * Results are global arrays. Values with one entry per example may be split over the devices.
 
-    An axis that the step names, as code for `jax.pmap` does with ``lax.pmean(x, "batch")``, has size one. Use
-    `jaxdist.per_device` for code that runs on each device. Inside `jax.grad` or a different decorated step, the
-    decorated step runs undecorated.
+    An axis that the step names, as code for `jax.pmap` does with ``lax.pmean(x, "batch")``, has size one;
+    `jaxdist.per_device` runs code on each device. Inside `jax.grad` or a different decorated step, the decorated step
+    runs undecorated.
 
     Args:
       step: a function ``(*state, batch) -> result``, pure and jit-compatible.
       batch_argnums: the arguments that are the batch: positions, names, or paths to parts of an argument
         (``"state.images"``, ``"data['x']"``); ``()`` for no batch. Arrays in them are split along their first
-        dimension. Numbers, arrays without dimensions, and single keys are not split. By default, the batch is the last
+        dimension; numbers, arrays without dimensions, and single keys are not. By default, the batch is the last
         argument whose arrays all have one length and whose structure, shapes, and dtypes do not occur in the result,
-        plus every other argument of that length. If no argument qualifies, it is the last one that has one length or is
-        not returned. Results of an earlier step, `restore`, or `shard` are state. In one process the choice does not
-        change the result. With several, the ranks compare the values at the first call and raise an error if they
-        contradict the choice.
+        plus every other argument of that length; else the last one that has one length or is not returned. Results of
+        an earlier step, `restore`, or `shard` are state. In one process the choice does not change the result; with
+        several, the ranks raise an error if the values at the first call contradict it.
       static_argnums: arguments that are constants of the program, as in `jax.jit`; none by default.
       static_argnames: names of such arguments.
       donate_argnums: state arguments whose memory the results may reuse, as in `jax.jit`. They cannot be used after the
@@ -86,10 +82,9 @@ def data_parallel(
       bucket_bytes: combine gradients of one dtype into messages of about this size; 0 sends each separately. The
         default is 1 MiB between CPU processes, 256 KiB between the devices of one process, and 0 on GPUs, where XLA
         combines them.
-      compress: ``"bf16"`` or ``"fp16"`` to send wider gradients in 16 bits; by default they keep their type. Between
-        CPU processes, each device's part is rounded, parts are added in float32, and the sum is rounded: the relative
-        error is at most 2**-8 (bf16) or 2**-10 (fp16) of the sum of the parts' magnitudes. On GPUs, NCCL also rounds
-        partial sums. Nothing else is compressed.
+      compress: ``"bf16"`` or ``"fp16"`` to send wider gradients, and nothing else, in 16 bits; None, the default, does
+        not. Between CPU processes, parts are rounded, added in float32, and the sum is rounded: the error is at most
+        2**-8 (bf16) or 2**-10 (fp16) of the sum of the parts' magnitudes. On GPUs, NCCL also rounds partial sums.
       mesh: the devices to use, with one axis named ``"data"``. The default is all devices of the job.
 
     Returns:

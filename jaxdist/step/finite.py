@@ -34,10 +34,9 @@ def check_finite(tree: Tree, name: str = "tree") -> Tree:
     """Make a decorated step raise an error on every rank if an array of `tree` has a NaN or an infinity.
 
     The error names the first such leaf, in the order of calls and leaves, the number of NaN and infinite entries, and
-    the devices and ranks. Values of the whole batch (the loss, gradients) are bad on every device. Values with one
-    entry per example (logits, losses of single examples) are bad on the device that they come from, so check both. The
-    cost is one pass over the arrays and a small message per step. Each call waits for the step and does not donate its
-    state, so the old state survives the error.
+    the devices and ranks. Values of the whole batch (the loss, gradients) are bad on every device; values with one
+    entry per example (logits, losses) on the device that they come from, so check both. Each call waits for the step
+    and does not donate its state, which survives the error.
 
     Call it at the top level of the step, not inside a function passed to ``jax.grad``, ``jax.lax.scan``,
     ``jax.lax.cond``, ``jax.jit``, or similar. Return the arrays from there, and check them outside.
@@ -50,8 +49,8 @@ def check_finite(tree: Tree, name: str = "tree") -> Tree:
       `tree`, unchanged.
 
     Raises:
-      FloatingPointError: a value is not finite. In a step, the call of the step raises it on every rank. Outside, this
-        call raises it on this rank. Values that JAX traces outside of a decorated step are not checked.
+      FloatingPointError: a value is not finite. In a step, the call of the step raises it on every rank; outside, this
+        call on this rank. Values that JAX traces outside of a decorated step are not checked.
       StepError: called inside a function as described above.
 
     Example:
