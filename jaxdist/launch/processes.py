@@ -104,8 +104,9 @@ class Job:
                 ended = ended or Ended(128 + number, "")
                 asked, kill_at = True, min(kill_at, time.monotonic() + SIGNAL_GRACE_S)
             self._look_who_has_ended()
-            if self._causes or self._lost:  # with the network gone mpirun waits for its other half, and would not end
-                kill_at = min(kill_at, time.monotonic() + SIGNAL_GRACE_S)
+            # With the network gone mpirun waits for its other half, and for what a killed rank had started: for ever.
+            if (self._causes or self._lost) and not asked:
+                kill_at = min(kill_at, time.monotonic() + _HEARD_S + FAILURE_GRACE_S)
             if self._failed and ended is None:
                 decide_at = min(decide_at, time.monotonic() + _HEARD_S)
                 ended = self._first(patient=time.monotonic() < decide_at)
