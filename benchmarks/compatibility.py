@@ -362,11 +362,11 @@ def on_ranks(names: Sequence[str], folder: Path, communicator: str) -> dict[str,
         for file in folder.glob("*.json"):
             file.unlink()
         command = [
-            sys.executable, "-m", "jaxdist", "run", "-n", "2", "--communicator", communicator, str(Path(__file__)),
-            "--ranks", str(folder), *left,
+            sys.executable, "-m", "jaxdist", "run", "-n", "2", str(Path(__file__)), "--ranks", str(folder), *left,
         ]  # fmt: skip
+        env, seconds = os.environ | {"JAXDIST_COMMUNICATOR": communicator}, 180 + 60 * len(left)
         try:
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=180 + 60 * len(left), check=False)
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=env)
             lines = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
             said = next((line for line in lines if line.startswith("[jaxdist rank")), lines[-1])
         except subprocess.TimeoutExpired:

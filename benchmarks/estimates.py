@@ -213,8 +213,9 @@ def main() -> None:
         for wire in ("mpi", "xla"):
             path = Path(folder, wire)
             own = [__file__, "--rank", path, "--rounds", args.rounds, "--steps", args.steps, "--models", *args.models]
-            job = [sys.executable, "-m", "jaxdist", "run", "-n", 2, "--communicator", wire, *own]
-            subprocess.run(list(map(str, job)), check=True, stdout=subprocess.DEVNULL)
+            job = [sys.executable, "-m", "jaxdist", "run", "-n", 2, *own]
+            env = os.environ | {"JAXDIST_COMMUNICATOR": wire}
+            subprocess.run(list(map(str, job)), check=True, stdout=subprocess.DEVNULL, env=env)
             wires["MPI" if wire == "mpi" else "gloo"] = json.loads(path.read_text())
     results = {
         "command": report.command(), "machine": report.machine(), "rounds": args.rounds, "models": args.models,
