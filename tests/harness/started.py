@@ -1,11 +1,13 @@
 """Start the command `jaxdist` from a test, and look for what it left behind."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import quick
@@ -40,16 +42,9 @@ def jaxdist(tmp_path: Path) -> Jaxdist:
         # Without what tests/conftest.py sets for the tests' own process; compiling is most of what a rank does.
         own = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
         given: dict[str, str | None] = {**own, "XLA_FLAGS": quick.XLA_FLAGS, **(env or {})}
-        return subprocess.run(
-            [*CLI, *map(str, args)],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-            cwd=tmp_path,
-            stdin=subprocess.DEVNULL,
-            env={k: v for k, v in given.items() if v is not None},
-        )
+        env = {k: v for k, v in given.items() if v is not None}
+        streams: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        return subprocess.run([*CLI, *map(str, args)], timeout=timeout, cwd=tmp_path, env=env, check=False, **streams)
 
     return call
 
@@ -57,15 +52,11 @@ def jaxdist(tmp_path: Path) -> Jaxdist:
 def processes_with(mark: str) -> list[int]:
     """The living processes, but this one, whose command line holds `mark`."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
             if mark.encode() in (entry / "cmdline").read_bytes():
                 found.append(int(entry.name))
-        except OSError:  # it ended meanwhile
-            continue
-    return found
+    return [pid for pid in found if pid != os.getpid()]
 
 
 @pytest.fixture

@@ -257,12 +257,8 @@ def test_a_digest_is_the_same_however_a_state_is_kept() -> None:
     """In shards of any form, padded, or whole on the host."""
     mesh = Mesh(np.reshape(jax.devices(), (2, 4)), ("a", "b"))
     for dtype in ("bool", "uint8", "int16", "bfloat16", "float32", "complex128"):
-        for shape, spec in [
-            ((40_008,), P("a")),
-            ((6, 8), P("a", "b")),
-            ((8, 3, 4), P("b", None, "a")),
-            ((16, 5), P(("a", "b"))),
-        ]:
+        specs = {(40_008,): P("a"), (6, 8): P("a", "b"), (8, 3, 4): P("b", None, "a"), (16, 5): P(("a", "b"))}
+        for shape, spec in specs.items():
             x = some(dtype, int(np.prod(shape))).reshape(shape)
             assert digest(jax.device_put(x, NamedSharding(mesh, spec))) == digest(x), (dtype, shape)
     for level in (1, 3):

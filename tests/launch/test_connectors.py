@@ -40,12 +40,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "
 
 CHOSEN = [
     ({}, "local"),
-    (OMPI, "mpi"),
-    (HYDRA, "mpi"),
-    (MVAPICH, "mpi"),
-    (MVAPICH_3, "mpi"),
-    (INTEL, "mpi"),
-    (PMI, "mpi"),
+    *((env, "mpi") for env in (OMPI, HYDRA, MVAPICH, MVAPICH_3, INTEL, PMI)),
     ({"PMIX_RANK": "0"}, "mpi"),
     (TORCHRUN, "env://"),
     (OMPI | TORCHRUN, "mpi"),

@@ -165,11 +165,8 @@ def test_clipping_counts_each_slice_once(level: Any) -> None:
         def step(params: Any, opt: Any, x: Any) -> Any:
             grads = jax.grad(mlp)(params, x)
             updates, opt = tx.update(grads, opt, params)
-            return (
-                optax.apply_updates(params, updates),
-                opt,
-                (optax.global_norm(grads), jax.tree.map(jnp.linalg.norm, grads)),
-            )
+            found = optax.global_norm(grads), jax.tree.map(jnp.linalg.norm, grads)
+            return optax.apply_updates(params, updates), opt, found
 
         return step
 

@@ -304,13 +304,8 @@ def test_a_checkpoint_stays_one() -> None:
 
 
 def test_results_are_split_where_the_devices_divide_them() -> None:
-    f = lambda w, x: {
-        "rows": x @ w,
-        "columns": x.T,
-        "gram": x @ x.T,
-        "mean": x.mean(0),
-        "more": jnp.concatenate([x, x]),
-    }
+    more = lambda x: jnp.concatenate([x, x])
+    f = lambda w, x: {"rows": x @ w, "columns": x.T, "gram": x @ x.T, "mean": x.mean(0), "more": more(x)}
     even = decorated(f, 4)(W, X)
     whole = {name: x.sharding.is_fully_replicated for name, x in even.items()}
     assert whole == {"rows": False, "columns": False, "gram": False, "mean": True, "more": True}
