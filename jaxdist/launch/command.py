@@ -40,14 +40,14 @@ _BECOME = f"""{_DYING_WITH_PARENT}
 become(sys.argv[3:], int(sys.argv[2]), int(sys.argv[1]))
 """
 
-# Starts a rank of mpirun and stays above it. Open MPI ends all ranks half a second after a SIGTERM, and as soon as one
-# exits with a code: both take from a rank the time to save. So the launcher sends mpirun a signal that it only passes
-# on, the rank gets a SIGTERM for it, and mpirun sees no code of a rank that ends after that.
+# Starts a rank of mpirun and stays above it. Open MPI ends all ranks half a second after a SIGTERM or a SIGINT, and as
+# soon as one exits with a code: both take from a rank the time to save. So the launcher sends mpirun a signal that it
+# only passes on, the rank gets the other one for it, and mpirun sees no code of a rank that ends after that.
 _UNDER_MPIRUN = f"""{_DYING_WITH_PARENT}
-asked = set()
+asked, means = set(), {{signal.SIGUSR1: signal.SIGTERM, signal.SIGUSR2: signal.SIGINT}}
 def pass_on(number, frame):
     asked.add(number)
-    os.kill(rank, signal.SIGTERM if number == signal.SIGUSR1 else number)
+    os.kill(rank, means.get(number, number))
 prctl(1, signal.SIGKILL)
 passed = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 signal.pthread_sigmask(signal.SIG_BLOCK, passed)
@@ -61,7 +61,7 @@ for number in passed:
         signal.signal(number, pass_on)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, passed)
 code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
-if signal.SIGUSR1 in asked:
+if asked & means.keys():
     os._exit(0)
 if code < 0:
     signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
@@ -69,6 +69,7 @@ if code < 0:
 os._exit(code)
 """
 ASK_TO_END = signal.SIGUSR1  # what mpirun forwards, and `_UNDER_MPIRUN` makes a SIGTERM of
+_INTERRUPT = signal.SIGUSR2  # and a SIGINT
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,13 @@ def exit_code(process: "subprocess.Popen[bytes]", *, stays_awake: bool) -> int |
     return found.si_status if found.si_code == os.CLD_EXITED else 128 + found.si_status
 
 
-def ask_to_end(command: Command, process: "subprocess.Popen[bytes]") -> None:
+def ask_to_end(command: Command, process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
     """Sends a command, and what it has started, the signal by which it may end in its own time."""
+    interrupts = number == signal.SIGINT
     if command.end_signal is ASK_TO_END:
-        os.kill(process.pid, ASK_TO_END)  # its group may have no other handler for it
+        os.kill(process.pid, _INTERRUPT if interrupts else ASK_TO_END)  # its group may have no other handler for it
     else:
-        signal_group(process, command.end_signal)
+        signal_group(process, number if interrupts else command.end_signal)
 
 
 def signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:

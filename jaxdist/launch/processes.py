@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxdist.launch.command import ASK_TO_END, Command, ask_to_end, end_sessions, exit_code, signal_group, start
-from jaxdist.launch.output import NOT_WRITTEN, Pump, say
+from jaxdist.launch.output import NOT_WRITTEN, LineFilter, Pump, say
 
 # After one rank failed its peers have this long to end by SIGTERM before SIGKILL; they may be
 # stuck in a collective. After the user's own signal they have longer, to write a checkpoint.
@@ -34,6 +34,7 @@ _DISAGREE = re.compile(
 )
 # Open MPI, when it has lost a host. It would wait forever for the other half to confirm.
 _LOST = re.compile(rb"PRTE has lost communication.*|(?:prterun|mpirun) (?:has )?detected that one.*")
+_RULE = b"-" * 70  # around a notice of Open MPI
 # No other command's failure leads to these.
 _CRASHES = {128 + s for s in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)}
 
@@ -56,6 +57,7 @@ class Job:
         self._causes: list[tuple[str, str]] = []  # of a failure, as ranks have told one another: in words, and whose
         self._lost = ""  # a host, in words of mpirun's
         self._heard: list[int] = []  # signals
+        self._asked = False  # to end, by one of the user's
 
     def run(self) -> Ended:
         """Run the commands to their end, from the main thread.
@@ -95,17 +97,16 @@ class Job:
     def _supervised(self) -> Ended:
         ended: Ended | None = None
         kill_at = decide_at = math.inf
-        asked = False  # by a signal of the user's
         while self._running or (self._failed and ended is None):
             time.sleep(_LOOK_S)
             while self._heard:
                 number = signal.Signals(self._heard.pop(0))
-                self._pass_on(number, again=asked)
+                self._pass_on(number, again=self._asked)
                 ended = ended or Ended(128 + number, "")
-                asked, kill_at = True, min(kill_at, time.monotonic() + SIGNAL_GRACE_S)
+                self._asked, kill_at = True, min(kill_at, time.monotonic() + SIGNAL_GRACE_S)
             self._look_who_has_ended()
             # With the network gone mpirun waits for its other half, and for what a killed rank had started: for ever.
-            if (self._causes or self._lost) and not asked:
+            if (self._causes or self._lost) and not self._asked:
                 kill_at = min(kill_at, time.monotonic() + _HEARD_S + FAILURE_GRACE_S)
             if self._failed and ended is None:
                 decide_at = min(decide_at, time.monotonic() + _HEARD_S)
@@ -120,10 +121,10 @@ class Job:
 
     def _pass_on(self, number: signal.Signals, *, again: bool) -> None:
         for name, process in self._running.items():
-            if number == signal.SIGINT or again:
-                signal_group(process, signal.SIGKILL if again else number)
+            if again:
+                signal_group(process, signal.SIGKILL)
             else:
-                ask_to_end(self._commands[name], process)
+                ask_to_end(self._commands[name], process, number)
         if number == signal.SIGINT and not again:
             say("interrupted: ending the job. (Ctrl-C again: at once)")
 
@@ -171,13 +172,22 @@ class Job:
         assert process.stdout is not None
         assert process.stderr is not None
 
-        def noted(line: bytes) -> bytes:
-            if match := _CAUSE.search(line):
-                self._causes.append((match[1].decode(errors="replace"), match[2].decode()))
-            elif match := _DISAGREE.search(line):
-                self._causes.append((match[1].decode(errors="replace"), ""))
-            elif match := _LOST.search(line):
-                self._lost = match[0].decode(errors="replace")
-            return command.line_filter(line)
+        def noting() -> LineFilter:
+            muted = False
 
-        return [Pump(process.stdout, sys.stdout, noted), Pump(process.stderr, sys.stderr, noted)]
+            def noted(line: bytes) -> bytes:
+                nonlocal muted
+                if self._asked and line.startswith(_RULE):  # what tells at length that ranks have ended as asked
+                    muted = not muted
+                    return b""
+                if match := _CAUSE.search(line):
+                    self._causes.append((match[1].decode(errors="replace"), match[2].decode()))
+                elif match := _DISAGREE.search(line):
+                    self._causes.append((match[1].decode(errors="replace"), ""))
+                elif match := _LOST.search(line):
+                    self._lost = match[0].decode(errors="replace")
+                return b"" if muted else command.line_filter(line)
+
+            return noted
+
+        return [Pump(process.stdout, sys.stdout, noting()), Pump(process.stderr, sys.stderr, noting())]

@@ -13,11 +13,11 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr
 
-from jaxdist.ir.interpreter import bodies, equations
+from jaxdist.ir.interpreter import CONTROL_FLOW, bodies, equations
 from jaxdist.ir.operations import SAME, is_elementwise
 from jaxdist.ir.primitives import shard_p
 from jaxdist.mesh import on_each_host
-from jaxdist.placements.block import Block
+from jaxdist.placements.block import Block, Node
 from jaxdist.placements.layouts import Cut, choose
 from jaxdist.placements.run import run_as_is
 from jaxdist.placements.values import REPLICATED, Form, Partial, Split, reshaped
@@ -67,24 +67,51 @@ def marks(infer: Any, block: Block, level: int | None) -> Marks:
     return found
 
 
-def _follow(infer: Any, block: Block, inputs: Sequence[_From | None], found: Marks, level: int | None) -> None:
-    """Follow inputs to their marks, in bodies too; JAX forwards what loops and branches return unchanged."""
-    at = dict(zip(block.inputs, inputs, strict=True))
+def _follow(
+    infer: Any, block: Block, inputs: Sequence[_From | None], found: Marks, level: int | None
+) -> list[_From | None]:
+    at: list[Any] = [None] * len(block.avals)
+    for i, source in zip(block.inputs, inputs, strict=True):
+        at[i] = source
     for node in block.traced:
-        name, params, args = node.name, node.eqn.params, [at.get(i) for i in node.ins]
-        source = args[0] if args else None
-        if name == "jaxdist_shard":
-            _mark(params, source, params["level"] if level is None or params["role"] == "requested" else level, found)
-        if name == "gather" and source and 0 in params["dimension_numbers"].collapsed_slice_dims:
-            found.sliced.add(source.index)
-        if name in SAME or name == "optimization_barrier":
-            at.update(zip(node.outs, args, strict=False))
-        elif name == "convert_element_type" and source:
-            at[node.outs[0]] = replace(source, exact=False)
-        for body in bodies(node.eqn):
-            found.sliced |= {a.index for k in body.xs if (a := args[body.ins[k]])}
-            given = [None if k in body.xs else args[i] for k, i in enumerate(body.ins)]
-            _follow(infer, infer.block(body.closed, node.backward), given, found, level)
+        args = [at[i] for i in node.ins]
+        if node.name in CONTROL_FLOW:
+            outs = _in_bodies(infer, node, args, found, level)
+        else:
+            outs = _node(node, args, found, level)
+        for o, source in zip(node.outs, outs, strict=True):
+            at[o] = source
+    return [at[i] for i in block.outputs]
+
+
+def _in_bodies(
+    infer: Any, node: Node, args: Sequence[_From | None], found: Marks, level: int | None
+) -> Sequence[_From | None]:
+    """Follow inputs through bodies; keep sources that all branches agree on and no turn changes."""
+    every = []
+    for body in bodies(node.eqn):
+        if not body.outs:
+            continue
+        found.sliced |= {a.index for k in body.xs if (a := args[body.ins[k]])}
+        given = [None if k in body.xs else args[i] for k, i in enumerate(body.ins)]
+        outs = _follow(infer, infer.block(body.closed, node.backward), given, found, level)
+        for o, k in enumerate(body.carry):
+            outs[o] = outs[o] if outs[o] == given[k] else None
+        every.append([None if o in body.ys else source for o, source in enumerate(outs)])
+    return [outs[0] if len(set(outs)) == 1 else None for outs in zip(*every, strict=True)]
+
+
+def _node(node: Node, args: Sequence[_From | None], found: Marks, level: int | None) -> Sequence[_From | None]:
+    name, params = node.name, node.eqn.params
+    if name == "jaxdist_shard":
+        _mark(params, args[0], params["level"] if level is None or params["role"] == "requested" else level, found)
+    if name == "gather" and args[0] and 0 in params["dimension_numbers"].collapsed_slice_dims:
+        found.sliced.add(args[0].index)
+    if name in SAME:
+        return args[: len(node.outs)]
+    if name == "convert_element_type" and args[0]:
+        return [replace(args[0], exact=False)]
+    return args if name == "optimization_barrier" else [None] * len(node.outs)
 
 
 def _mark(params: Mapping[str, Any], source: _From | None, own: int, found: Marks) -> None:

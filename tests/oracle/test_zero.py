@@ -61,6 +61,17 @@ def test_what_a_level_keeps_in_shards(level: Any) -> None:
     assert keeps(params) == (SLICES if level == 3 else WHOLE)
 
 
+@pytest.mark.parametrize("inner", [jax.checkpoint, lambda f: lambda x: lax.cond(True, jax.checkpoint(f), f, x)])
+def test_state_that_comes_through_a_function_is_kept_in_shards(inner: Any) -> None:
+    tx, same = jaxdist.zero(ADAM, 3), inner(lambda tree: tree)
+
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        return step_of(tx)(same(params), same(opt_state), x)
+
+    params, opt_state = check_steps(step, state_of(tx), BATCHES, on=4)
+    assert keeps(params) == keeps(opt_state[1][0].mu) == SLICES
+
+
 def test_groups_of_two_sizes_are_refused() -> None:
     one, other = jaxdist.zero(ADAM, 1, within=2), jaxdist.zero(ADAM, 1)
 

@@ -55,6 +55,7 @@ elif what == "waits":
     time.sleep(60)
 elif what == "saves":
     signal.signal(signal.SIGTERM, save)
+    signal.signal(signal.SIGINT, save)
     print("ready", flush=True)
     time.sleep(60)
 elif what == "ignores":
