@@ -15,6 +15,8 @@ PEERS = [
     ("DDP", "jaxdist mpi 0", "torch DDP"), ("DDP over gloo", "jaxdist xla 0", "torch DDP"),
     ("ZeroRedundancyOptimizer", "jaxdist mpi 1", "torch ZeRO"), ("FSDP2", "jaxdist mpi 3", "torch FSDP2"),
     ("one rank alone", "1 rank: jaxdist", "1 rank: torch"),
+    ("one rank with both batches", "1 rank x2: jaxdist", "1 rank x2: torch"),
+    ("DDP, fused Adam", "jaxdist mpi 0", "torch DDP fused"),
 ]  # fmt: skip
 """Comparisons with torch, and their two variants."""
 
@@ -38,11 +40,11 @@ These numbers come from two processes on two cores of one CPU, with one thread e
 several GPUs. The models are small, so communication takes a larger share of a step than in a large model.
 
 All variants train the same weights on the same batches in float32 with Adam, and their losses agree. They take turns;
-each number is the median of several rounds.
+each number is the median of 7 rounds.
 """
 END = """## What else to expect
 
-- **The first call compiles**, in 1 to 6 seconds for these models. torch takes up to one second.
+- **The first call compiles**, in 1 to 8 seconds for these models; torch takes about one.
 - **Each call** costs the host 15 to 70 µs more than a call of `jax.jit`, for 10 to 200 arrays of state.
 
 [All tables](../benchmarks/results/tables.md) include every variant, ranges, memory, collectives, and estimates. To
@@ -75,7 +77,7 @@ Milliseconds per step on an {report.processor(first)}. Level 3 shards parameters
 "JAX by hand" sends all gradients in one buffer. MLP-deep has 100 layers. LeNet computes convolutions as matrix
 products, LeNet-conv with XLA's convolutions.
 
-PyTorch was faster in these cases (jaxdist's time divided by PyTorch's, with the range, over MPI unless noted):
+PyTorch was faster here (jaxdist's time divided by PyTorch's, with the range; over MPI unless noted):
 
 {chr(10).join(slower) or "Nowhere."}
 

@@ -452,7 +452,7 @@ MUTANTS += [
            "return Ended(self._failed[first], named or first)", "return Ended(1, named or first)",
            "tests/launch/test_ends.py -k first_failing"),
     Mutant("SIGTERM is not passed on", "jaxdist/launch/processes.py",
-           "ask_to_end(self._commands[name], process)", "signal_group(process, signal.SIGKILL)",
+           "ask_to_end(self._commands[name], process, number)", "signal_group(process, signal.SIGKILL)",
            "tests/launch/test_ends.py -k sees_the_signal"),
     Mutant("what is ignored is caught", "jaxdist/launch/processes.py",
            "if signal.getsignal(number) is not signal.SIG_IGN]", "]", "tests/launch/test_ends.py -k ignored"),

@@ -12,6 +12,8 @@ from harness.commands import command
 from harness.errors import missing
 from harness.started import Jaxdist
 
+from jaxdist import get_context
+
 
 @pytest.mark.slow
 def test_info_alone() -> None:
@@ -73,6 +75,7 @@ def test_a_job_tests_itself(jaxdist: Jaxdist) -> None:
 
 
 def test_a_wrong_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    get_context()
     monkeypatch.setattr("jaxdist.cli.selftest._TOLERANCE", -1.0)  # private: none is wrong here
     monkeypatch.setattr("jaxdist.connectors.choose", lambda: "env://")  # private: but this process is alone
     code, said = command("test")
