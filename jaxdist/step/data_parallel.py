@@ -41,7 +41,19 @@ def data_parallel(
     *, mesh: Mesh | None = ..., **options: Unpack[Options]
 ) -> Callable[[Callable[P, R]], DataParallel[P, R]]: ...
 def data_parallel(
-    step: Callable[..., Any] | None = None, *, mesh: Mesh | None = None, **options: Unpack[Options]
+    step: Callable[..., Any] | None = None,
+    *,
+    batch_argnums: Batch | Sequence[Batch] | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Sequence[str] = (),
+    donate: bool = False,
+    check_finite: bool = False,
+    check_every: int = 0,
+    bucket_bytes: int | None = None,
+    compress: Compression | None = None,
+    mesh: Mesh | None = None,
 ) -> Any:
     """Run a pure train step, written for one device, on every device of the job.
 
@@ -116,6 +128,11 @@ def data_parallel(
         raise TypeError(f"mesh={mesh!r}: a jax.sharding.Mesh; jaxdist.parallel takes sizes of axes, and 'auto'")
     if mesh is not None and mesh.axis_names != (AXIS,):
         raise ValueError(f"mesh has axes {mesh.axis_names}; data_parallel needs one, named {AXIS!r}")
+    options = Options(
+        batch_argnums=batch_argnums, static_argnums=static_argnums, static_argnames=static_argnames,
+        donate_argnums=donate_argnums, donate_argnames=donate_argnames, donate=donate, check_finite=check_finite,
+        check_every=check_every, bucket_bytes=bucket_bytes, compress=compress,
+    )  # fmt: skip
     return decorator(step, mesh, None, options)
 
 
