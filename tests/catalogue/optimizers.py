@@ -193,6 +193,10 @@ def _even(step: Any, **_: Any) -> Any:
     return step % 2 == 0
 
 
+def _largest(updates: Any) -> Any:
+    return jax.tree.map(lambda x: abs(x).max(), updates)
+
+
 def _without_scalar(params: Any) -> Any:
     """For what knows no arrays without dimensions."""
     return {k: p for k, p in params.items() if p.ndim}
@@ -297,22 +301,11 @@ ENTRIES: dict[str, Entry] = {
         lambda: _opt.chain(_opt.sign_sgd(0.1), _opt.keep_params_nonnegative()),
         wrap=lambda p: jax.tree.map(jnp.abs, p),
     ),
-    "measure_with_ema": Entry(
-        lambda: _opt.chain(_opt.monitor({"mean": _opt.measure_with_ema(_opt.tree.norm, 0.5)}), _opt.scale(-0.1)),
-    ),
-    "monitor": Entry(
-        lambda: _opt.chain(
-            _opt.monitor({"norm": _opt.tree.norm, "large": lambda u: jax.tree.map(lambda x: (x > 0.01).any(), u)}),
-            _opt.scale(-0.1),
-        ),
-    ),
+    "measure_with_ema": Entry(_down(_opt.monitor, {"mean": _opt.measure_with_ema(_opt.tree.norm, 0.5)})),
+    "monitor": Entry(_down(_opt.monitor, {"norm": _opt.tree.norm, "largest": _largest})),
     "normalize_by_update_norm": Entry(_down(_opt.normalize_by_update_norm)),
     "set_to_zero": Entry(_of(_opt.set_to_zero)),
-    "snapshot": Entry(
-        lambda: _opt.chain(
-            _opt.snapshot("largest", lambda u: jax.tree.map(lambda x: abs(x).max(), u)), _opt.scale(-0.1)
-        ),
-    ),
+    "snapshot": Entry(_down(_opt.snapshot, "largest", _largest)),
     "stateless": Entry(lambda: _opt.stateless(lambda u, p: jax.tree.map(lambda g, w: -0.1 * (g + 0.3 * w), u, p))),
     "stateless_with_tree_map": Entry(lambda: _opt.stateless_with_tree_map(lambda g, w: -0.1 * jnp.sign(w) * abs(g))),
     "trace": Entry(_down(_opt.trace, 0.9, nesterov=True)),

@@ -54,9 +54,3 @@ def test_in_16_bits(corpus: list[str], tmp_path: Path) -> None:
     alone, _ = train(tmp_path / "alone", corpus, "--single", "--bf16")
     on_a_mesh, _ = train(tmp_path / "mesh", corpus, "--bf16", "--mesh", "data=1,model=2,sequence=4")
     np.testing.assert_allclose(on_a_mesh, alone, rtol=2e-2)
-
-
-def test_a_corpus_of_one_file(corpus: list[str]) -> None:
-    with pytest.raises(SystemExit) as refused:
-        gallery.script("lm", "--text", corpus[0])
-    assert "two files or more" in str(refused.value)

@@ -105,14 +105,12 @@ def test_a_rank_that_is_killed_while_mpirun_is_stopped_ends_the_job(jaxdist: Jax
     assert missing(("rank 1", "died"), done.stderr.splitlines()[-1]) == [], done.stderr
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_rank_sees_the_signal_and_may_finish(
-    number: signal.Signals, code: int, launcher: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_rank_sees_the_signal_and_may_finish(sent: signal.Signals, code: int, launcher: str, tmp_path: Path) -> None:
     """Also one that takes longer than another which ends with a code."""
     with started("-n", 2, "--launcher", launcher, RANK, "saves", cwd=tmp_path) as job:
         assert lines(job, 2) == ["ready\n"] * 2
-        job.send_signal(number)
+        job.send_signal(sent)
         assert job.wait(timeout=30) == code
     assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
 

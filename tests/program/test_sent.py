@@ -141,7 +141,6 @@ def test_one_message_in_the_compiled_program() -> None:
         ([50, 51], [50, 51]),  # one entry too many
         ([200, 10, 10], [20, 200]),  # one larger than a bucket
         ([60, 60, 10], [60, 70]),
-        ([100], [100]),
         ([1] * 350, [50, 100, 100, 100]),
     ],
 )
