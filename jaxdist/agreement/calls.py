@@ -39,7 +39,7 @@ class Traced:
         return dataflow(self.program)
 
     def parts(self) -> dict[str, list[Operation]]:
-        """What to compare of two that differ, in this order, by name in messages."""
+        """The operations to compare when two programs differ, in this order, by the name of one in messages."""
         return {
             "operation": operations(self.source),
             "operation of a device's program": operations(self.program),

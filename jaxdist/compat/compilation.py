@@ -38,8 +38,8 @@ def for_any_device(options: Any) -> Any:
 
 def say_on_host(lowered: Any, arguments: Collection[int], kind: str) -> None:
     """Let a lowered program say that some of its arguments are in the host's memory, for devices that are not here."""
-    # These know of no memories, so that a `NamedSharding` over them forgets that it was told of one, and JAX says
-    # nothing of the arguments (it does of results).
+    # Such devices have no list of memories, so a `NamedSharding` over them drops its memory kind, and JAX leaves the
+    # arguments unmarked. (Results are marked.)
     from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 
     module = lowered.compiler_ir()
@@ -72,8 +72,8 @@ def programs() -> Iterator[tuple[str, str]]:
 @functools.lru_cache(maxsize=1024)
 def listed_groups(text: str) -> str:
     """The groups of devices of a collective as lists, ``{{0,1},{2,3}}``, however XLA has written them."""
-    # From jax 0.12 on they may be axes of a mesh. XLA's printer of fingerprints writes lists in each version, and its
-    # parser knows whatever it prints; neither has a public place.
+    # From jax 0.12 on they may be axes of a mesh. XLA's fingerprint printer writes lists in every version, and XLA's
+    # parser reads both forms; neither is public.
     from jaxlib import _hlo  # pyright: ignore[reportAttributeAccessIssue]
 
     try:

@@ -35,8 +35,8 @@ def backend_started() -> bool:
 
 def gloo_at(ip: str) -> None:
     """Gloo listens at `ip`; after `jax.distributed.initialize`, before the backend starts."""
-    # JAX 0.10-0.12 gives gloo no address, so it takes what the host name resolves to: 127.0.1.1 on Debian, nothing in
-    # many containers. `make_cpu_client` takes ready-made collectives.
+    # JAX 0.10-0.12 passes gloo no address, so gloo resolves the host name: to 127.0.1.1 on Debian, and to nothing in
+    # many containers. `make_cpu_client` accepts collectives that we made ourselves.
     from jax._src import distributed, xla_bridge
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
@@ -97,7 +97,7 @@ def _register_cuda() -> None:
 
 @functools.lru_cache(maxsize=4)
 def cpus_elsewhere(count: int) -> list[Any]:
-    """Virtual CPU devices beside the backend's, to compile programs for: a second client, made in no public way."""
+    """Virtual CPU devices to compile for, from a second client. JAX has no public way to make one."""
     from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
     return list(xla_client.make_cpu_client(num_devices=count).devices())

@@ -31,9 +31,9 @@ def bind(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> Sequence[Any]
 
 @contextlib.contextmanager
 def context_of(eqn: Any) -> Iterator[None]:
-    """What is traced here has an equation's line, name and settings; of meshes none but that of the moment."""
-    # JAX traces some equations in the context of the mesh of a `with_sharding_constraint` or a `shard_map`. Where
-    # things lie is decided anew here, and in our `shard_map` another mesh is an error.
+    """Trace with the source line, name, and settings of an equation, but under the current mesh."""
+    # JAX records the mesh of a `with_sharding_constraint` or a `shard_map` in the context of some equations. We place
+    # values ourselves, and inside our `shard_map` any other mesh is an error.
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     now = jax.sharding.get_abstract_mesh()
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
@@ -44,7 +44,7 @@ def context_of(eqn: Any) -> Iterator[None]:
 
 
 def batched_entry_by_entry(primitive: Any) -> bool:
-    """Whether JAX batches a primitive as all that works entry by entry, in a table that is not public."""
+    """Whether JAX batches a primitive elementwise, according to a private table."""
     rule = getattr(batching.fancy_primitive_batchers.get(primitive), "func", None)
     return rule is batching.vectorized_batcher or rule is batching.broadcast_batcher
 
@@ -82,7 +82,7 @@ def _clamped(start: Any, length: int, size: int) -> Any:
 
 
 def call(closed: ClosedJaxpr, args: Sequence[Any]) -> Sequence[Any]:
-    """Evaluate a jaxpr as a call in what is being traced, without tracing it anew as `jax.jit` would."""
+    """Add a jaxpr to the current trace as one call. `jax.jit` would trace it again."""
     # Its primitive has other parameters in each version, so an empty call gives them.
     params = dict(_empty_call(jax.sharding.get_abstract_mesh()))
     for name, count in (("in", len(args)), ("out", len(closed.out_avals))):

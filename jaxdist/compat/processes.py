@@ -13,9 +13,9 @@ from typing import Any
 
 
 def forget_name(array: Any) -> Any:
-    """The array; if a worker sent it in shared memory, this loses its name, and is freed whatever ends the process."""
-    # Grain removes the name with the array, but JAX may still use it at exit: Python then says that it was leaked. No
-    # public way does it earlier; a version that keeps its arrays otherwise needs nothing.
+    """Return the array, with its shared memory unlinked if a worker sent it that way, so that no exit can leak it."""
+    # Grain unlinks the memory when the array is freed. JAX may still hold the array at exit, and Python then warns of
+    # a leak. There is no public way to unlink earlier; a grain without this attribute doesn't need it.
     if getattr(array, "_unlink_on_del", False):
         array.shm.unlink()
         array._unlink_on_del = False
@@ -24,8 +24,8 @@ def forget_name(array: Any) -> Any:
 
 @functools.cache
 def end_with_parent() -> None:
-    """In a worker: end when the process that started it is killed. Grain's wait for ever to hand over a batch."""
-    # A death signal of the kernel would come when the thread ends that started it.
+    """Exit this worker when its parent process is killed. Grain's workers would wait forever to hand over a batch."""
+    # The kernel's parent-death signal would already fire when the thread that started the worker ends.
     parent = multiprocessing.parent_process()
 
     def wait(parent: Any) -> None:
@@ -37,8 +37,8 @@ def end_with_parent() -> None:
 
 
 def start_quiet_tracker() -> None:
-    """Have what removes the semaphores and shared memory of a process that is killed do so without a word."""
-    # It is a process of Python's, started with the first semaphore; filters are given to it by `sys.warnoptions` alone.
+    """Silence Python's resource tracker, which cleans up the semaphores and shared memory of a killed process."""
+    # It's a process that Python starts with the first semaphore; it takes warning filters from `sys.warnoptions` only.
     sys.warnoptions.append("ignore:resource_tracker")
     try:
         resource_tracker.ensure_running()
@@ -47,10 +47,10 @@ def start_quiet_tracker() -> None:
 
 
 def before_threads_end(call: Callable[[], None]) -> None:
-    """Run something when the main thread is at its end and executors of other threads still work."""
-    # `atexit` is too late for what a thread does with orbax meanwhile: before Python waits for its threads it forbids
-    # new work for executors (`concurrent.futures.thread._python_exit`, which registers itself in the same way; what
-    # registered last runs first). Python 3.9-3.14 have this and nothing public.
+    """Run `call` when the main thread ends, while executors still accept work."""
+    # `atexit` is too late for a thread that is saving with orbax: before Python joins its threads, it stops executors
+    # from accepting work (`concurrent.futures.thread._python_exit`, which registers the same way; the last to register
+    # runs first). Python 3.9-3.14 have this and nothing public.
     import concurrent.futures.process
     import concurrent.futures.thread  # noqa: F401
 

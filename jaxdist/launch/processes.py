@@ -34,7 +34,9 @@ _DISAGREE = re.compile(
 )
 # Open MPI, when it has lost a host. It would wait forever for the other half to confirm.
 _LOST = re.compile(rb"PRTE has lost communication.*|(?:prterun|mpirun) (?:has )?detected that one.*")
-_RULE = b"-" * 70  # around a notice of Open MPI
+# Open MPI explains at length, between two rules, that ranks ended, even if the user asked them to.
+_NOTICE = re.compile(rb"(?:prterun|mpirun) has exited due to process rank")
+_RULE = b"-" * 70
 # No other command's failure leads to these.
 _CRASHES = {128 + s for s in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)}
 
@@ -101,9 +103,10 @@ class Job:
             time.sleep(_LOOK_S)
             while self._heard:
                 number = signal.Signals(self._heard.pop(0))
-                self._pass_on(number, again=self._asked)
+                again, self._asked = self._asked, True
+                self._pass_on(number, again=again)
                 ended = ended or Ended(128 + number, "")
-                self._asked, kill_at = True, min(kill_at, time.monotonic() + SIGNAL_GRACE_S)
+                kill_at = min(kill_at, time.monotonic() + SIGNAL_GRACE_S)
             self._look_who_has_ended()
             # With the network gone mpirun waits for its other half, and for what a killed rank had started: for ever.
             if (self._causes or self._lost) and not self._asked:
@@ -177,8 +180,10 @@ class Job:
 
             def noted(line: bytes) -> bytes:
                 nonlocal muted
-                if self._asked and line.startswith(_RULE):  # what tells at length that ranks have ended as asked
-                    muted = not muted
+                if self._asked and _NOTICE.match(line):
+                    muted = True
+                if muted:
+                    muted = not line.startswith(_RULE)
                     return b""
                 if match := _CAUSE.search(line):
                     self._causes.append((match[1].decode(errors="replace"), match[2].decode()))
@@ -186,7 +191,7 @@ class Job:
                     self._causes.append((match[1].decode(errors="replace"), ""))
                 elif match := _LOST.search(line):
                     self._lost = match[0].decode(errors="replace")
-                return b"" if muted else command.line_filter(line)
+                return command.line_filter(line)
 
             return noted
 

@@ -158,6 +158,8 @@ def chosen() -> dict[str, float]:
         decorated = jaxdist.parallel(mlp, mesh="auto")
         got, value = decorated(w, np.split(x, parts)[part])
         gaps[str(width)] = gap(jax.jit(mlp)(w, x), (jaxdist.unshard(got), value))
+    with pytest.raises(TypeError, match="dot_general"):  # the user's own
+        jaxdist.parallel(mlp, mesh="auto")(w, np.ones((8, 3)))
     return gaps
 
 

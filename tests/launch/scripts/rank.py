@@ -17,6 +17,8 @@ what, words = sys.argv[1], sys.argv[2:]
 def save(*_: object) -> None:
     time.sleep(1.5 * rank)
     Path(f"saved-{rank}").touch()
+    rule = "-" * 74
+    print(rule, "saved", rule, "prterun has exited due to process rank 1", rule, "ended", sep="\n", flush=True)
     sys.exit(3)
 
 
@@ -42,8 +44,7 @@ elif what == "fails":
         time.sleep(0.5)
         sys.exit(7)
     signal.signal(signal.SIGTERM, lambda *_: None)  # as if stuck in a collective
-    while True:
-        time.sleep(60)
+    time.sleep(60)
 elif what == "is killed":
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -64,11 +65,9 @@ elif what == "ignores":
 elif what == "floods":
     threading.Thread(target=lambda: (time.sleep(300), os._exit(0)), daemon=True).start()
     Path(f"{words[0]}-{rank}").write_text(str(os.getpid()))
-    while True:
-        if rank == 0:
-            print("progress " * 10, file=sys.stderr, flush=True)
-        else:
-            time.sleep(0.1)
+    while rank == 0:
+        print("progress " * 10, file=sys.stderr, flush=True)
+    time.sleep(300)
 elif what == "kills mpirun":
     folder = os.environ.get("PMIX_SERVER_TMPDIR")
     Path("seen.json").write_text(json.dumps([folder, folder and Path(folder).is_dir()]))
