@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,6 +17,10 @@ from jaxdist.connectors.base import Found
 
 def connect(timeout: float) -> Found:
     """Through a duplicate of COMM_WORLD, so that no message mixes with the user's."""
+    if prctl := getattr(
+        ctypes.CDLL(None), "prctl", None
+    ):  # of Linux: a killed daemon of MPICH leaves its ranks running
+        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG (linux/prctl.h)
     mpi = _wait_for_all_ranks_in_mpi_init(timeout)
     comm = mpi.COMM_WORLD.Dup()
     node = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)

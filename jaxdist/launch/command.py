@@ -117,6 +117,16 @@ def exit_code(process: "subprocess.Popen[bytes]", *, stays_awake: bool) -> int |
     return found.si_status if found.si_code == os.CLD_EXITED else 128 + found.si_status
 
 
+def left_alone(process: "subprocess.Popen[bytes]") -> bool:
+    """Whether all that a process has started has ended, which it would have noticed, were it not stuck."""
+    states = list[str]()
+    for children in Path(f"/proc/{process.pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in children.read_text().split():
+                states.append(Path(f"/proc/{child}/stat").read_text(errors="replace").rpartition(")")[2].split()[0])
+    return bool(states) and set(states) <= {"Z", "X"}
+
+
 def ask_to_end(command: Command, process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
     """Sends a command, and what it has started, the signal by which it may end in its own time."""
     interrupts = number == signal.SIGINT

@@ -9,7 +9,16 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxdist.launch.command import ASK_TO_END, Command, ask_to_end, end_sessions, exit_code, signal_group, start
+from jaxdist.launch.command import (
+    ASK_TO_END,
+    Command,
+    ask_to_end,
+    end_sessions,
+    exit_code,
+    left_alone,
+    signal_group,
+    start,
+)  # fmt: skip
 from jaxdist.launch.output import NOT_WRITTEN, LineFilter, Pump, say
 
 # After one rank failed its peers have this long to end by SIGTERM before SIGKILL; they may be
@@ -22,6 +31,7 @@ _HEARD_S = 1.0
 # a rank started and left behind may hold a pipe open, too.
 _UNREAD_S = 3.0
 _LOOK_S = 0.02
+_ALONE_LOOKS = 3  # a second apart
 
 # What a rank says before it ends because of another one (`jaxdist.control`).
 _CAUSE = re.compile(
@@ -99,6 +109,7 @@ class Job:
     def _supervised(self) -> Ended:
         ended: Ended | None = None
         kill_at = decide_at = math.inf
+        look_at, alone = time.monotonic() + _HEARD_S, 0
         while self._running or (self._failed and ended is None):
             time.sleep(_LOOK_S)
             while self._heard:
@@ -117,10 +128,19 @@ class Job:
                 if ended is not None:
                     self._end_others(ended)
                     kill_at = min(kill_at, time.monotonic() + FAILURE_GRACE_S)
+            if time.monotonic() > look_at:  # a stranger that connects to one of its ports can stop mpirun
+                look_at = time.monotonic() + _HEARD_S
+                alone = alone + 1 if any(map(left_alone, self._mpirun())) else 0
+                if alone == _ALONE_LOOKS:
+                    say("all ranks have ended, and mpirun has not noticed (a stranger on one of its ports?): ending it")
+                    kill_at = 0.0
             if time.monotonic() > kill_at:
                 for process in self._running.values():
                     signal_group(process, signal.SIGKILL)
         return ended or Ended(0, "")
+
+    def _mpirun(self) -> "list[subprocess.Popen[bytes]]":
+        return [p for name, p in self._running.items() if self._commands[name].end_signal is ASK_TO_END]
 
     def _pass_on(self, number: signal.Signals, *, again: bool) -> None:
         for name, process in self._running.items():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -280,6 +282,12 @@ def test_mpich_of_the_machine_and_what_is_said_where_another_mpi_is_loaded(tmp_p
     assert failed.stderr.count("mpi4jax was compiled for Open MPI") == 1  # so xla is chosen for arrays
     assert failed.returncode != 0
     assert "ValueError: boom on purpose" in failed.output
+    job = jobs.Job()
+    job.start([*command, "goes on"], {"LD_LIBRARY_PATH": str(tmp_path)})
+    job.wait_for(lambda text: text.count("job") == 2)
+    (daemon,) = (int(entry.split()[0]) for entry in job.alive() if "hydra_pmi_proxy" in entry.split()[1])
+    os.kill(daemon, signal.SIGKILL)
+    assert job.finish(30)[0].returncode != 0  # no rank has outlived it
     if Path(sys.prefix, "lib", "libmpi.so.40").exists():
         # The wheel's Open MPI is found first: not two trainings alone, but an error that says what to set.
         mixed = run(command)

@@ -6,10 +6,12 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy as np
 import pytest
 from harness import jobs, training
 from harness.errors import missing
+from harness.listening import listening
 from harness.started import CLI, Jaxdist
 
 RANK = Path(__file__).parent / "scripts" / "rank.py"
@@ -103,6 +106,20 @@ def test_a_rank_that_is_killed_while_mpirun_is_stopped_ends_the_job(jaxdist: Jax
     done = jaxdist("run", "-n", 2, "--launcher", "mpirun", RANK.with_name("stops.py"), timeout=60)
     assert done.returncode not in (0, None)
     assert missing(("rank 1", "died"), done.stderr.splitlines()[-1]) == [], done.stderr
+
+
+@MPI
+@pytest.mark.slow
+@pytest.mark.usefixtures("mpirun_there")
+def test_a_stranger_on_its_ports_stops_mpirun_and_not_the_job() -> None:
+    with started("-n", 2, "--launcher", "mpirun", RANK, "ends", stderr=subprocess.PIPE) as job, ExitStack() as held:
+        assert lines(job, 2) == ["ready\n"] * 2
+        for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split():
+            for _, port in listening(pid):
+                held.enter_context(socket.create_connection(("127.0.0.1", port))).sendall(bytes(4))
+        assert job.wait(timeout=30) != 0
+        assert job.stderr is not None
+        assert "mpirun has not noticed" in job.stderr.read()
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -54,6 +54,9 @@ elif what == "leaves one":
 elif what == "waits":
     print("ready", flush=True)
     time.sleep(60)
+elif what == "ends":
+    print("ready", flush=True)
+    time.sleep(2)
 elif what == "saves":
     signal.signal(signal.SIGTERM, save)
     signal.signal(signal.SIGINT, save)

@@ -2,17 +2,20 @@
 
 import os
 import sys
+import time
 
 import jaxdist
 
 words = sys.argv[1:]
-ctx = jaxdist.init(*[word for word in words if word != "fail"], timeout=60)
+ctx = jaxdist.init(*[word for word in words if word not in ("fail", "goes on")], timeout=60)
 c = ctx.connector
 jobs = ctx.connector.broadcast(os.environ.get("SLURM_JOB_ID"))
 assert jobs == os.environ.get("SLURM_JOB_ID"), "of another job"
 # One write: unbuffered, print() makes one of each argument, and hydra puts those of several ranks on one line.
 said = ("job", c.name, c.rank, c.size, c.local_rank, c.local_size, ctx.communicator)
 sys.stdout.write(" ".join(map(str, said)) + "\n")
+if "goes on" in words:
+    time.sleep(60)
 if "fail" in words:
     ctx.barrier()
     if ctx.rank == 1:
