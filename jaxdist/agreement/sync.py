@@ -34,10 +34,9 @@ _ADVICE = (
 def check_sync(tree: Any) -> None:
     """Raise an error on every rank unless a tree is the same on all of them. Every process must call it.
 
-    Values that every device holds, NumPy arrays, Python numbers, and strings must have the same bits everywhere, so NaN
-    equals NaN and 0.0 differs from -0.0. For sharded arrays, it compares type, layout, and the bits of slices that
-    several groups of devices hold; for other leaves (functions, objects), the Python type. It waits for the arrays and
-    sends only checksums (CRC-32) over the control channel, which needs a copy on the host.
+    Replicated arrays, NumPy arrays, Python numbers, and strings must have the same bits everywhere. For sharded arrays,
+    it compares type, layout, and the bits of slices that several groups of devices hold; for other leaves, the Python
+    type. It waits for the arrays, copies them to the host, and sends only checksums (CRC-32).
 
     Args:
       tree: any pytree.

@@ -44,12 +44,9 @@ def spawn(
 ) -> list[T]:
     """Run ``fn(*args, **kwargs)`` on n ranks of this machine, and return the results of all ranks.
 
-    Each rank is a new process, which joins the job (`jaxdist.init`) before it calls the function. It has the
-    ``sys.path``, environment, and ``jax.config`` of this process, which may have used JAX and is not a rank. The
-    function can be defined in a notebook or in the running script; it is sent with the objects that it uses.
-
-    The ranks' output appears here, line by line. Ctrl-C, a notebook's stop button, and the end of this process end all
-    ranks.
+    Each rank is a new process that joins the job before it calls the function, with the ``sys.path``, environment, and
+    ``jax.config`` of this process. The function can be defined in a notebook or in the running script. The ranks'
+    output appears here, line by line. Ctrl-C, a notebook's stop button, and the end of this process end all ranks.
 
     Args:
       fn: the function. It can call `jaxdist.get_context` for its rank.
@@ -59,8 +56,7 @@ def spawn(
       prefix: write the rank before each line.
 
     Returns:
-      The results in rank order, with NumPy arrays instead of JAX arrays, so that this process reserves no GPU memory.
-      If results are large, return None on all ranks except the root.
+      The results in rank order, with NumPy arrays instead of JAX arrays.
 
     Raises:
       Exception: the exception of the rank that failed first, with the rank and its traceback in a note.
@@ -71,8 +67,7 @@ def spawn(
     Example:
       >>> import jaxdist
       >>> def train(steps):
-      ...     ctx = jaxdist.get_context()
-      ...     return ctx.rank * steps
+      ...     return jaxdist.get_context().rank * steps
       >>> jaxdist.spawn(train, 2, args=(10,))  # doctest: +SKIP
       [0, 10]
     """

@@ -60,53 +60,47 @@ def data_parallel(
     The decorated step returns what ``jax.jit(step)`` returns on one device with the whole batch, up to the rounding of
     floating-point sums. Inside the step, ``x.shape[0]`` is the size of the whole batch, and a mean covers all examples.
 
-    * Each process passes its own part of the batch, with the same shapes on all ranks. The parts are joined in rank
-      order; a global array is used unchanged. If the devices do not divide the examples, the last devices have fewer.
-    * All other arguments are state: any number of pytrees. A part of the result with the structure, shapes, and dtypes
-      of a state argument is stored like that argument. State that is not on the devices yet is taken from rank 0; if
-      the step does not return it, it must be the same on every rank. Leaves that are not arrays are constants.
+    * Each process passes its own part of the batch, with the same shapes on all ranks; the parts are joined in rank
+      order. A global array is used unchanged. If the devices do not divide the examples, the last devices have fewer.
+    * All other arguments are state. A part of the result with the structure, shapes, and dtypes of a state argument is
+      stored like that argument. State that is not on the devices yet is taken from rank 0; if the step does not return
+      it, it must be the same on every rank. Leaves that are not arrays are constants.
     * Results are global arrays. Values with one entry per example may be split over the devices.
 
-    An axis that the step names, as code for `jax.pmap` does with ``lax.pmean(x, "batch")``, has size one;
-    `jaxdist.per_device` runs code on each device. Inside `jax.grad` or a different decorated step, the decorated step
-    runs undecorated.
+    An axis that the step names, as in ``lax.pmean(x, "batch")``, has size one; `jaxdist.per_device` runs code on each
+    device. Inside `jax.grad` or another decorated step, the step runs undecorated.
 
     Args:
       step: a function ``(*state, batch) -> result``, pure and jit-compatible.
       batch_argnums: the arguments that are the batch: positions, names, or paths to parts of an argument
         (``"state.images"``, ``"data['x']"``); ``()`` for no batch. Arrays in them are split along their first
-        dimension; numbers, arrays without dimensions, and single keys are not. By default, the batch is the last
-        argument whose arrays all have one length and whose structure, shapes, and dtypes do not occur in the result,
-        plus every other argument of that length; else the last one that has one length or is not returned. Results of
-        an earlier step, `restore`, or `shard` are state. In one process the choice does not change the result; with
-        several, the ranks raise an error if the values at the first call contradict it.
-      static_argnums: arguments that are constants of the program, as in `jax.jit`; none by default.
+        dimension; numbers, arrays without dimensions, and single keys are whole. By default, the batch is the last
+        argument whose arrays all have one length and that does not occur in the result, plus every other argument of
+        that length ("Rules of a step" in the docs). With several processes, an error says if the values of the first
+        call contradict this.
+      static_argnums: arguments that are constants of the program, as in `jax.jit`.
       static_argnames: names of such arguments.
-      donate_argnums: state arguments whose memory the results may reuse, as in `jax.jit`. They cannot be used after the
-        call. None by default.
+      donate_argnums: state arguments whose memory the results may reuse, as in `jax.jit`.
       donate_argnames: names of such arguments.
       donate: if True, donate every state argument whose structure, shapes, and dtypes occur in the result as often as
         among the arguments, except single numbers.
-      check_finite: if True, after each call raise an error on every rank if the result (or a value passed to
-        `jaxdist.check_finite`) has a NaN or an infinity. Each call waits for the step, and state is not donated.
-      check_every: compare values that every device holds, bit for bit, every this many calls, like
-        `jaxdist.check_sync`; 0, the default, disables it. Waits for that step.
+      check_finite: if True, raise an error on every rank if the result, or a value passed to `jaxdist.check_finite`,
+        has a NaN or an infinity. Each call waits for the step, and state is not donated.
+      check_every: run `jaxdist.check_sync` on the result every this many calls; 0 for never.
       bucket_bytes: combine gradients of one dtype into messages of about this size; 0 sends each separately. The
         default is 1 MiB between CPU processes, 256 KiB between the devices of one process, and 0 on GPUs, where XLA
         combines them.
-      compress: ``"bf16"`` or ``"fp16"`` to send wider gradients, and nothing else, in 16 bits; None, the default, does
-        not. Between CPU processes, parts are rounded, added in float32, and the sum is rounded: the error is at most
-        2**-8 (bf16) or 2**-10 (fp16) of the sum of the parts' magnitudes. On GPUs, NCCL also rounds partial sums.
+      compress: ``"bf16"`` or ``"fp16"`` to send gradients in 16 bits. Between CPU processes, the error is at most
+        2**-8 (bf16) or 2**-10 (fp16) of the sum of the parts' magnitudes; on GPUs, NCCL also rounds partial sums.
       mesh: the devices to use, with one axis named ``"data"``. The default is all devices of the job.
 
     Returns:
-      A function with the same arguments. Like a function from ``jax.jit``, it has the methods ``lower`` (to look at the
-      program and to compile it for its memory and cost) and ``clear_cache``.
+      A function with the same arguments, and with `jax.jit`'s methods ``lower`` and ``clear_cache``.
 
     Raises:
       ValueError: (on every rank) the batch cannot be divided over the devices, or the ranks' arguments differ.
       StepError: (at the first call) an operation cannot run on several devices.
-      RuntimeError: an earlier call took an argument's memory; see `donate`.
+      RuntimeError: an earlier call took an argument's memory.
       FloatingPointError: see `check_finite`.
       SyncError: see `check_every`.
 
@@ -121,8 +115,7 @@ def data_parallel(
       9.0
 
     References:
-      Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, VLDB 2020;
-      https://docs.jax.dev/en/latest/notebooks/shard_map.html
+      Li et al., *PyTorch Distributed*, VLDB 2020; https://docs.jax.dev/en/latest/notebooks/shard_map.html
     """
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={mesh!r}: a jax.sharding.Mesh; jaxdist.parallel takes sizes of axes, and 'auto'")
@@ -158,11 +151,9 @@ def parallel(
     layouts: Mapping[str, int | None] | None = None,
     **options: Unpack[Options],
 ) -> Any:
-    """Run a step as `data_parallel` does, on a mesh with several axes that divide the batch, the model, and sequences.
+    """Run a step as `data_parallel` does, on a mesh that also divides the model and sequences.
 
-    The axes, by name:
-
-    * ``"data"`` splits the batch along its first dimension.
+    * The axis ``"data"`` splits the batch along its first dimension.
     * ``"sequence"`` splits the batch along its second dimension, if that is at least as long as the axis.
     * ``"model"`` cuts the leaves of the state along the dimensions in `layouts`, or along dimensions that jaxdist
       finds: in a transformer, the heads of the attention and the hidden layer of each feed-forward network.
@@ -172,19 +163,18 @@ def parallel(
     Args:
       step: see `data_parallel`.
       mesh: the sizes of the axes, one of which may be -1 for the remaining devices, or a `jax.sharding.Mesh` with these
-        names. Neighboring devices differ in the last axis. With ``"auto"``, the first call (or `lower` or `explain`, on
-        every rank) uses the mesh that `jaxdist.planning.fit` ranks first for these arguments, without compiling the
-        others, or the mesh of state that is sharded already. Each process then passes its own part of the batch.
+        names. Neighboring devices differ in the last axis. With ``"auto"``, the first call uses the mesh that
+        `jaxdist.planning.fit` ranks first, or the mesh of state that is sharded already. Each process then passes its
+        own part of the batch.
       layouts: regular expressions and the dimension that the model axis cuts, or None for no cut. The first expression
-        that is found in the name of a leaf of the state (``"params['w']"``) applies. Other leaves are whole. By
-        default, jaxdist searches for the cheapest dimensions before the first call, and `explain` lists them. If some
-        leaves are already cut by the model axis, the others follow them.
+        found in the name of a leaf (``"params['w']"``) applies; other leaves are whole. By default, jaxdist searches
+        for the cheapest dimensions, and `explain` lists them.
       options: all other arguments of `data_parallel`.
 
     Raises:
       TypeError: an option is unknown, or `mesh` or `layouts` has the wrong type.
-      ValueError: `mesh` or an expression is invalid; (at the first call) an axis is unknown, the devices cannot form
-        the mesh, an expression matches no leaf, or a leaf does not have the dimension.
+      ValueError: `mesh` or an expression is invalid; (at the first call) the devices cannot form the mesh, an
+        expression matches no leaf, or a leaf does not have the dimension.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist

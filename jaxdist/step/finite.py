@@ -33,13 +33,11 @@ _ADVICE = "Look at the learning rate and the data of this step, or clip the grad
 def check_finite(tree: Tree, name: str = "tree") -> Tree:
     """Make a decorated step raise an error on every rank if an array of `tree` has a NaN or an infinity.
 
-    The error names the first such leaf, in the order of calls and leaves, the number of NaN and infinite entries, and
-    the devices and ranks. Values of the whole batch (the loss, gradients) are bad on every device; values with one
-    entry per example (logits, losses) on the device that they come from, so check both. Each call waits for the step
-    and does not donate its state, which survives the error.
+    The error names the first such leaf, the number of NaN and infinite entries, and the devices and ranks. Values of
+    the whole batch (the loss, gradients) are bad on every device; values with one entry per example (logits) on the
+    device that they come from, so check both. Each call waits for the step and does not donate its state.
 
-    Call it at the top level of the step, not inside a function passed to ``jax.grad``, ``jax.lax.scan``,
-    ``jax.lax.cond``, ``jax.jit``, or similar. Return the arrays from there, and check them outside.
+    Call it at the top level of the step, not inside a function passed to ``jax.grad``, ``jax.lax.scan``, or similar.
 
     Args:
       tree: any pytree. Leaves that are not floating-point or complex arrays are not checked.
@@ -49,21 +47,19 @@ def check_finite(tree: Tree, name: str = "tree") -> Tree:
       `tree`, unchanged.
 
     Raises:
-      FloatingPointError: a value is not finite. In a step, the call of the step raises it on every rank; outside, this
-        call on this rank. Values that JAX traces outside of a decorated step are not checked.
+      FloatingPointError: a value is not finite: raised by the call of the step on every rank, or, outside a step, by
+        this call.
       StepError: called inside a function as described above.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist
       >>> @jaxdist.data_parallel
       ... def step(w, batch):
-      ...     loss, grads = jax.value_and_grad(lambda w: jnp.mean(jnp.log(batch @ w["a"])))(w)
-      ...     jaxdist.check_finite((loss, grads), "(loss, grads)")
-      ...     return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads), loss
-      >>> step({"a": jnp.zeros(3)}, jnp.ones((8, 3)))
+      ...     return jaxdist.check_finite(jnp.mean(jnp.log(batch @ w)), "loss")
+      >>> step(jnp.zeros(3), jnp.ones((8, 3)))
       Traceback (most recent call last):
         ...
-      FloatingPointError: step 'step...', call 1: (loss, grads)[0] is not finite: 1 infinite on every device. ...
+      FloatingPointError: step 'step...', call 1: loss is not finite: 1 infinite on every device. ...
     """
     found = _collector.get()
     if found is not None:
