@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import ipaddress
+import itertools
 import os
 import socket
-import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ from jaxdist.control.wire import SECONDS, Link
 
 # Seconds without a sign of a host before it is taken for lost; in between the job's timeout.
 _SILENCE_LEAST, _SILENCE_MOST = 3.0, 30.0
-_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B  # linux/sockios.h
 
 
 class Member(NamedTuple):
@@ -40,18 +38,10 @@ def loopback(host: str) -> str:
 
 def interfaces() -> list[ipaddress.IPv4Interface]:
     """The IPv4 addresses of this host's interfaces, with their networks."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:  # ioctl: works in a network namespace and without a resolver
-                address, mask = (
-                    socket.inet_ntoa(fcntl.ioctl(probe, ask, struct.pack("256s", name.encode()[:15]))[20:24])
-                    for ask in (_SIOCGIFADDR, _SIOCGIFNETMASK)
-                )
-            except OSError:
-                continue  # an interface without an IPv4 address
-            found.append(ipaddress.IPv4Interface(f"{address}/{mask}"))
-    return found
+    import psutil  # here: most jobs have one host
+
+    found = itertools.chain(*psutil.net_if_addrs().values())
+    return [ipaddress.IPv4Interface(f"{a.address}/{a.netmask or 32}") for a in found if a.family == socket.AF_INET]
 
 
 def interface_addresses() -> list[str]:

@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 from jaxdist.launch.output import LineFilter
 
 # What a rank has left behind has as long to end by SIGTERM (some of it cleans up what is shared), then by SIGKILL.
 _LEFT_S = 1.0
+_GONE = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 # How both programs below become a command that gets a signal when its parent dies (PR_SET_PDEATHSIG, linux/prctl.h).
 _DYING_WITH_PARENT = """
@@ -119,12 +121,10 @@ def exit_code(process: "subprocess.Popen[bytes]", *, stays_awake: bool) -> int |
 
 def left_alone(process: "subprocess.Popen[bytes]") -> bool:
     """Whether all that a process has started has ended, which it would have noticed, were it not stuck."""
-    states = list[str]()
-    for children in Path(f"/proc/{process.pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in children.read_text().split():
-                states.append(Path(f"/proc/{child}/stat").read_text(errors="replace").rpartition(")")[2].split()[0])
-    return bool(states) and set(states) <= {"Z", "X"}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(process.pid).children()
+        return bool(children) and all(child.status() in _GONE for child in children)
+    return False
 
 
 def ask_to_end(command: Command, process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
@@ -148,12 +148,10 @@ def end_sessions(leaders: "Collection[subprocess.Popen[bytes]]") -> None:
 
     def left() -> set[int]:
         found = set[int]()
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                # Behind the name of the program, which may have spaces and parentheses in it.
-                state, _, _, session = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:4]
-                if int(session) in sessions and state not in "ZX":
-                    found.add(int(entry.name))
+        for pid in psutil.pids():
+            with contextlib.suppress(OSError, psutil.NoSuchProcess):
+                if os.getsid(pid) in sessions and psutil.Process(pid).status() not in _GONE:
+                    found.add(pid)
         return found
 
     for number in (signal.SIGTERM, signal.SIGKILL):

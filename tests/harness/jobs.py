@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 from harness import quick
 
@@ -127,14 +128,10 @@ class Job:
         end = time.monotonic() + patience
         while True:
             found = []
-            for entry in Path("/proc").glob("[0-9]*"):
-                try:
-                    marked = f"{_MARK}={self.id}".encode() in (entry / "environ").read_bytes()
-                    command = marked and (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                except OSError:  # it ended meanwhile
-                    continue
-                if command:  # empty: a zombie
-                    found.append(f"{entry.name} {command}")
+            for process in psutil.process_iter():
+                with contextlib.suppress(psutil.Error):  # it ended meanwhile, or is another user's
+                    if process.environ().get(_MARK) == self.id and (command := process.cmdline()):  # none: a zombie
+                        found.append(f"{process.pid} {' '.join(command)} ")
             if not found or time.monotonic() > end:
                 return found
             time.sleep(0.1)

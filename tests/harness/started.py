@@ -1,6 +1,5 @@
 """Start the command `jaxdist` from a test, and look for what it left behind."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from harness import quick
 
@@ -51,12 +51,8 @@ def jaxdist(tmp_path: Path) -> Jaxdist:
 
 def processes_with(mark: str) -> list[int]:
     """The living processes, but this one, whose command line holds `mark`."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            if mark.encode() in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-    return [pid for pid in found if pid != os.getpid()]
+    found = psutil.process_iter(["cmdline"])
+    return [p.pid for p in found if mark in " ".join(p.info["cmdline"] or ()) and p.pid != os.getpid()]
 
 
 @pytest.fixture

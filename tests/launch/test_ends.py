@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from harness import jobs, training
 from harness.errors import missing
@@ -114,8 +115,8 @@ def test_a_rank_that_is_killed_while_mpirun_is_stopped_ends_the_job(jaxdist: Jax
 def test_a_stranger_on_its_ports_stops_mpirun_and_not_the_job() -> None:
     with started("-n", 2, "--launcher", "mpirun", RANK, "ends", stderr=subprocess.PIPE) as job, ExitStack() as held:
         assert lines(job, 2) == ["ready\n"] * 2
-        for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split():
-            for _, port in listening(pid):
+        for child in psutil.Process(job.pid).children():
+            for _, port in listening(child.pid):
                 held.enter_context(socket.create_connection(("127.0.0.1", port))).sendall(bytes(4))
         assert job.wait(timeout=30) != 0
         assert job.stderr is not None
