@@ -36,8 +36,8 @@ def page(found: dict[str, list[dict[str, Any]]]) -> str:
 
 START = """# Performance
 
-These numbers come from two processes on two cores of one CPU, with one thread each. jaxdist has not been measured on
-several GPUs. The models are small, so communication takes a larger share of a step than in a large model.
+Two processes ran on two cores of one CPU, with one thread each. Nobody has measured jaxdist on several GPUs. The models
+are small, so communication weighs more than in large ones.
 
 All variants train the same weights on the same batches in float32 with Adam, and their losses agree. They take turns;
 each number is the median of 7 rounds.
@@ -47,8 +47,8 @@ END = """## What else to expect
 - **The first call compiles**, in 1 to 8 seconds for these models; torch takes about one.
 - **Each call** costs the host 15 to 70 µs more than a call of `jax.jit`, for 10 to 200 arrays of state.
 
-[All tables](../benchmarks/results/tables.md) include every variant, ranges, memory, collectives, and estimates. To
-measure on your machine, run `python benchmarks --torch PYTHON` (an interpreter with torch).
+[All tables](../benchmarks/results/tables.md) cover every variant, memory, collectives, and estimates. To
+measure yours: `python benchmarks --torch PYTHON` (with torch).
 """
 
 
@@ -60,12 +60,13 @@ def _steps(found: list[dict[str, Any]]) -> str:
         rows.append([f"{name}", *(report.number(medians[v]) if v in medians else None for v in COLUMNS)])
     slower = []
     for results in found:
+        note = f" {results['note']}" if "note" in results else ""
+        slower.append(f"\n**{report.processor(results)}.**{note}\n")
         for title, mine, peer in PEERS:
             ratios = {name: report.ratio(m["ms"], mine, (peer,)) for name, m in results["models"].items()}
             there = [f"{name} {ratio}" for name, ratio in ratios.items() if ratio and ratio.median > 1]
             if there:
-                slower.append(f"- {report.processor(results)}, {title}: {', '.join(there)}")
-    notes = "\n\n".join(f"{report.processor(r)}: {r['note']}" for r in found if "note" in r)
+                slower.append(f"- {title}: {', '.join(there)}")
     return f"""## Step time
 
 Milliseconds per step on an {report.processor(first)}. Level 3 shards parameters and optimizer state, as FSDP2 does.
@@ -74,14 +75,11 @@ Milliseconds per step on an {report.processor(first)}. Level 3 shards parameters
 
 ![Time of a step on two ranks](img/step_time.png)
 
-"JAX by hand" sends all gradients in one buffer. MLP-deep has 100 layers. LeNet computes convolutions as matrix
-products, LeNet-conv with XLA's convolutions.
+"JAX by hand" sends all gradients in one buffer. MLP-deep has 100 layers. LeNet's convolutions are matrix products,
+LeNet-conv's are XLA's.
 
 PyTorch was faster here (jaxdist's time divided by PyTorch's, with the range; over MPI unless noted):
-
-{chr(10).join(slower) or "Nowhere."}
-
-{notes}
+{chr(10).join(slower)}
 """
 
 
