@@ -48,7 +48,7 @@ END = """## What else to expect
 - **Each call** costs the host 15 to 70 µs more than a call of `jax.jit`, for 10 to 200 arrays of state.
 
 [All tables](../benchmarks/results/tables.md) cover every variant, memory, collectives, and estimates. To
-measure yours: `python benchmarks --torch PYTHON` (with torch).
+measure yours: `python benchmarks --torch PYTHON`.
 """
 
 
