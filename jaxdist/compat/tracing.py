@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax._src import config as _config
 from jax._src import core as _core
-from jax._src import mesh as _mesh
 from jax._src import shard_map as _shard_map
 from jax._src.lax import lax as _lax
 from jax._src.lax import parallel as _parallel
@@ -78,17 +78,14 @@ def under_no_mesh(function: Callable[A, R]) -> Callable[A, R]:
 
 @contextlib.contextmanager
 def _naming(mesh: jax.sharding.Mesh) -> Iterator[None]:
-    """``with mesh:``, which warns in jax 0.10 that it is deprecated."""
-    resources = _mesh.thread_resources
-    resources.stack.append(resources.stack[-1].with_mesh(mesh))
-    resources.env = resources.stack[-1]
-    before = _config.mesh_context_manager.swap_local((mesh,))
+    """``with mesh:``, which warns that it is deprecated; `jax.set_mesh` would set types."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        mesh.__enter__()
     try:
         yield
     finally:
-        resources.stack.pop()
-        resources.env = resources.stack[-1]
-        _config.mesh_context_manager.set_local(before)
+        mesh.__exit__(None, None, None)
 
 
 def with_weak_type(x: Any, weak_type: bool) -> Any:
