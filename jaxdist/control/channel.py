@@ -331,4 +331,4 @@ class Control:
     def _forget(self) -> None:
         for link in self._links.values():
             with contextlib.suppress(OSError):
-                link.sock.close()
+                os.close(link.sock.fileno())

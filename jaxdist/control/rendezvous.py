@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jaxdist.control.keys import is_loopback
-from jaxdist.control.wire import SECONDS, Link
+from jaxdist.control.wire import BUFFERED, SECONDS, Link
 
 # Seconds without a sign of a host before it is taken for lost; in between the job's timeout.
 _SILENCE_LEAST, _SILENCE_MOST = 3.0, 30.0
@@ -80,20 +80,19 @@ def _listen(host: str, port: int) -> socket.socket:
 
 async def gather(server: socket.socket, size: int, key: bytes, timeout: float, address: str) -> Joined:
     """Rank 0: take in the other `size - 1` ranks, then tell each of them who is there."""
-    door = _Door(server, size, key, timeout)
-    accepting = asyncio.ensure_future(door.accept())
-    patience = asyncio.get_running_loop().call_later(timeout, door.give_up, f"{timeout:g} s at {address}")
+    door = _Door(size, key, timeout)
+    listening = await asyncio.start_server(door.let_in, sock=server, backlog=1024, limit=BUFFERED)
     try:
-        await door.done
+        async with asyncio.timeout(timeout):
+            await door.done
     except (TimeoutError, ValueError) as error:
+        why = error if isinstance(error, ValueError) else TimeoutError(door.missing(f"{timeout:g} s at {address}"))
         for link in door.links.values():  # all who came hear why there will be no job
-            link.send(error)
+            link.send(why)
             link.close()
-        raise
+        raise why from None
     finally:
-        for task in [patience, accepting, *door.waiting]:
-            task.cancel()
-        server.close()
+        listening.close()
     everyone = [door.members[r] for r in range(size)]
     for link in door.links.values():
         link.send(everyone)
@@ -103,68 +102,50 @@ async def gather(server: socket.socket, size: int, key: bytes, timeout: float, a
 class _Door:
     """Lets in whoever proves to be of the job; a stranger costs a task, for a few seconds."""
 
-    def __init__(self, server: socket.socket, size: int, key: bytes, timeout: float):
+    def __init__(self, size: int, key: bytes, timeout: float):
         self.links: dict[int, Link] = {}
         self.members = {0: Member(socket.gethostname(), os.getpid(), loopback("localhost"))}
-        self.turned_away = 0
-        self.waiting: set[asyncio.Task[None]] = set()
-        self._server, self._size, self._key, self._timeout = server, size, key, timeout
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._strangers = 0
+        self._size, self._key, self._timeout = size, key, timeout
 
-    def give_up(self, waited: str) -> None:
-        if self.done.done():
-            return
-        others = self.turned_away + len(self.waiting)
+    def missing(self, waited: str) -> str:
+        """Who did not come, for a message."""
         missing = ranks_in_words([r for r in range(1, self._size) if r not in self.links])
         reason = (
             f"rank 0 waited {waited} and {len(self.links) + 1} of {self._size} ranks came; missing: {missing}. Were "
             "they started, did they fail before init (see their output), and can they reach this address?"
         )
-        if others:
+        if others := self._strangers:
             reason += f" {others} connection{'s' * (others > 1)} came without the secret of this job"
-        self.done.set_exception(TimeoutError(reason))
+        return reason
 
-    async def accept(self) -> None:
-        self._server.setblocking(False)
-        while True:
-            try:
-                sock, _ = await asyncio.get_running_loop().sock_accept(self._server)
-            except OSError:  # out of descriptors, say, until those who prove nothing have had their time
-                await asyncio.sleep(0.05)
-                continue
-            task = asyncio.ensure_future(self._let_in(sock))
-            self.waiting.add(task)
-            task.add_done_callback(self.waiting.discard)
-
-    async def _let_in(self, sock: socket.socket) -> None:
-        link, ours = None, False
-        try:
+    async def let_in(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = Link(reader, writer)
+        self._strangers += 1
+        with contextlib.suppress(OSError, EOFError):  # TimeoutError is one
             async with asyncio.timeout(SECONDS):
-                link = await Link.over(sock)
-                ours = await link.prove_root(self._key)
-                if ours:
+                if await link.prove_root(self._key):
+                    self._strangers -= 1
                     self._add(link, *await link.receive())
-        except (OSError, EOFError, TimeoutError):
-            pass
-        finally:
-            if not ours:
-                self.turned_away += 1
-                sock.close() if link is None else link.close()
+                    return
+        link.close()
 
     def _add(self, link: Link, rank: int, size: int, member: Member) -> None:
         if rank in self.links and self.links[rank].ended:  # it did not hear our answer, and comes again
             del self.links[rank], self.members[rank]
-        problem = _problem(rank, size, member, self._size, self.members)
-        if problem:
+        if self.done.done():
+            link.close()
+            return
+        if problem := _problem(rank, size, member, self._size, self.members):
             self.links[-1] = link
-            if not self.done.done():
-                self.done.set_exception(ValueError(problem))
+            self.done.set_exception(ValueError(problem))
             return
         _watch_silence(link.sock, self._timeout)
         self.links[rank], self.members[rank] = link, member
         if not is_loopback(ours := _plain(link.sock.getsockname()[0])):
             self.members[0] = self.members[0]._replace(ip=ours)
-        if len(self.links) == self._size - 1 and not self.done.done():
+        if len(self.links) == self._size - 1:
             self.done.set_result(None)
 
 

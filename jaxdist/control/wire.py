@@ -21,21 +21,21 @@ _MAGIC = b"jaxdist3"
 _NONCE = _PROOF = 32
 _LENGTH = struct.Struct("!Q")
 _LONGEST = 1 << 32
-_BUFFERED = 1 << 20
+BUFFERED = 1 << 20
 
 
 class Link:
     """A connection, used by the thread of the event loop alone."""
 
-    def __init__(self, sock: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self.sock = sock
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self.sock: socket.socket = writer.get_extra_info("socket")  # to look at, and to set options of
         self._reader, self._writer = reader, writer
 
     @classmethod
     async def over(cls, sock: socket.socket) -> Link:
         """A link over a connected socket."""
         sock.setblocking(False)
-        return cls(sock, *await asyncio.open_connection(sock=sock, limit=_BUFFERED))
+        return cls(*await asyncio.open_connection(sock=sock, limit=BUFFERED))
 
     async def prove_root(self, key: bytes) -> bool:
         """The root's side: whether the other end knows the secret."""
