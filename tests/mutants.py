@@ -232,6 +232,8 @@ MUTANTS: list[Mutant] = [
            "tests/jobs/test_start.py -k joins", slow=True),
     Mutant("ranks of one host listen for MPI", "jaxdist/connectors/mpi.py", '= "self,sm"', '= "^ofi"',
            "tests/jobs/test_start.py -k listens", slow=True),
+    Mutant("a killed rank leaves its shared memory", "jaxdist/connectors/mpi.py", "path.unlink(missing_ok=True)",
+           "pass", "tests/jobs/test_start.py -k listens", slow=True),
     Mutant("processors that differ pass", "jaxdist/runtime/compiler.py", "if other is not None and", "if False and",
            "tests/jobs/test_start.py -k processors"),
     Mutant("a rank that has just left is waited for", "jaxdist/agreement/ledger.py",

@@ -50,17 +50,13 @@ def choose(launcher: LauncherName, needs_mpi: bool) -> Mpirun | None:
         if needs_mpi:
             raise ValueError("--launcher env starts processes that know nothing of MPI: leave it out, or MPI")
         return None
-    must = needs_mpi or launcher is LauncherName.mpirun
     mpirun = find_mpirun()
-    if mpirun is None:
-        if must:
-            raise ValueError(f"no mpirun in this environment or on PATH: {site.install()}")
-        return None
+    problem = "no mpirun in this environment or on PATH" if mpirun is None else ""
     if importlib.util.find_spec("mpi4py") is None and launcher is not LauncherName.mpirun:
-        if must:
-            raise ValueError(f"mpi4py is not installed: {site.install()}")
-        return None
-    return mpirun
+        problem = problem or "mpi4py is not installed"
+    if problem and (needs_mpi or launcher is LauncherName.mpirun):
+        raise ValueError(f"{problem}: {site.install()}")
+    return None if problem else mpirun
 
 
 def launch(

@@ -161,12 +161,9 @@ class Job:
     def _first(self, *, patient: bool) -> Ended | None:
         """Find what ended the job: others that fail of it may be seen before. None: it may still be seen, or said."""
         named = self._causes[0][1] if self._causes else ""
-        crashed = next((name for name, code in self._failed.items() if code in _CRASHES), None)
-        first = next(iter(self._failed))
-        if crashed is not None:
-            return Ended(self._failed[crashed], named if named and len(self._commands) == 1 else crashed)
         if named in self._failed:
             return Ended(self._failed[named], named)
+        first = next(iter(self._failed))
         known = named in self._commands
         if patient and (named in self._running if known else any(pump.is_alive() for pump in self._pumps[first])):
             return None

@@ -184,7 +184,7 @@ def connects() -> None:
 
 
 def listens() -> None:
-    """Under mpirun: a rank listens on the loopback address alone."""
+    """Under mpirun: a rank listens on the loopback address alone; a kill will leave no shared memory."""
     import numpy as np
     from harness.listening import listening
 
@@ -193,6 +193,8 @@ def listens() -> None:
     assert jaxdist.init().connector.name == "mpi"
     assert jaxdist.allreduce(np.ones(2))[0] == 2
     assert {address.removeprefix("::ffff:") for address, _ in listening()} == {"127.0.0.1"}, listening()
+    shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "sm_segment" in line]
+    assert all(line.endswith("(deleted)") for line in shared), shared
 
 
 def other_processors() -> None:
