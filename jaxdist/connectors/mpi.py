@@ -32,7 +32,7 @@ def connect(timeout: float) -> Found:
 
 
 def _unlink_memory(node: Any) -> None:
-    """Take the names off the memory that Open MPI's ranks of a host share, so that none is left when they are killed."""
+    """Take the names off the memory that Open MPI's ranks of a host share: none is left when they are killed."""
     node.alltoall([None] * node.size)  # from here on every rank has mapped that of every other
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():

@@ -167,49 +167,45 @@ def _problem(rank: int, their_size: int, member: Member, size: int, members: dic
 async def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: bytes, timeout: float) -> Joined:
     """Another rank: reach rank 0 at one of `addresses`, trying again until `timeout`."""
     names = " or ".join(f"tcp://{h}:{p}" for h, p in addresses[:4])
-    last, reached, turn, pause = "no attempt was made", False, 0, 0.02
+    last, reached, pause = "no attempt was made", False, 0.02
     limit = asyncio.timeout(timeout)
 
-    async def introduced(link: Link) -> Any:
-        """Rank 0's answer to this rank, which comes when all ranks are there."""
+    async def attempt(host: str, port: int) -> tuple[Link, Any] | None:
+        """A link, and rank 0's answer, which comes when all ranks are there; None: try again."""
         nonlocal last, reached
-        _watch_silence(link.sock, timeout)
-        ip = _plain(link.sock.getsockname()[0])
-        link.send((rank, size, Member(socket.gethostname(), os.getpid(), ip)))
-        if not reached:  # rank 0 names the missing ranks when its own time is up
-            limit.reschedule((limit.when() or 0) + SECONDS)
-        reached, last = True, "rank 0 is there, and another rank did not come"
-        return await link.receive()
+        link = None
+        try:
+            link = await _knock(loopback(host), port, key)
+            _watch_silence(link.sock, timeout)
+            link.send((rank, size, Member(socket.gethostname(), os.getpid(), _plain(link.sock.getsockname()[0]))))
+            if not reached:  # rank 0 names the missing ranks when its own time is up
+                limit.reschedule((limit.when() or 0) + SECONDS)
+            reached, last = True, "rank 0 is there, and another rank did not come"
+            return link, await link.receive()
+        except (OSError, EOFError) as error:  # TimeoutError is one
+            if reached and isinstance(error, ConnectionRefusedError):
+                ended = f"rank {rank} reached {names}, then rank 0 ended before all ranks were there"
+                raise ConnectionError(ended) from None
+            last = str(error) or "timed out"
+            if link is not None:
+                link.close()
+            return None
 
     try:
         async with limit:
-            while True:
-                host, port = addresses[turn % len(addresses)]
-                turn, link = turn + 1, None
-                try:
-                    link = await _knock(loopback(host), port, key)
-                    answer = await introduced(link)
-                except (OSError, EOFError) as error:  # TimeoutError is one
-                    if reached and isinstance(error, ConnectionRefusedError):
-                        ended = f"rank {rank} reached {names}, then rank 0 ended before all ranks were there"
-                        raise ConnectionError(ended) from None
-                    last = str(error) or "timed out"
-                    if link is not None:
-                        link.close()
-                    if turn % len(addresses) == 0:
-                        await asyncio.sleep(pause)
-                        pause = min(0.5, pause * 1.5)
-                    continue
-                if isinstance(answer, Exception):
-                    raise type(answer)(f"rank {rank} was refused by rank 0: {answer}")
-                return {0: link}, answer
+            turns = itertools.cycle(addresses)
+            while not (found := await attempt(*next(turns))):
+                await asyncio.sleep(pause / len(addresses))
+                pause = min(0.5, pause * 1.5 ** (1 / len(addresses)))
     except TimeoutError:
-        if not limit.expired():  # that of rank 0
-            raise
         raise TimeoutError(
             f"rank {rank} could not join the job at {names} within {timeout:g} s (last: {last}): is rank 0 started and "
             "in jaxdist.init, is the address right, does a firewall close the port?"
         ) from None
+    link, answer = found
+    if isinstance(answer, Exception):
+        raise type(answer)(f"rank {rank} was refused by rank 0: {answer}")
+    return {0: link}, answer
 
 
 async def _knock(host: str, port: int, key: bytes) -> Link:
