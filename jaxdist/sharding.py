@@ -39,37 +39,32 @@ def zero(
 ) -> optax.GradientTransformationExtraArgs:
     """Shard the state of `tx`, the gradients, and the parameters over the devices of a decorated step (ZeRO).
 
-    The rest of the step and its results do not change. Each device keeps and updates one slice of each leaf; leaves
-    with fewer entries than devices stay whole. Each matrix that an optimizer needs as a whole (Muon, Shampoo, SOAP,
-    GaLore) is sent to one device and back; other operations that need a whole value gather it. Outside a decorated
-    step, the result behaves like `tx`. Wrap the complete optimizer: state of transformations outside of `zero` stays
-    whole on each device.
+    Results do not change. Each device updates one slice of each leaf; leaves with fewer entries than devices stay
+    whole. A matrix that an optimizer needs whole (Muon, Shampoo, SOAP) is sent to one device and back. Outside a
+    decorated step, the result behaves like `tx`. Wrap the complete optimizer.
 
     Args:
       tx: any optax transformation.
-      level: the values to shard, with the bytes per parameter on each of N devices (float32, Adam). 0: nothing (16). 1:
-        the optimizer state (8 + 8/N). 2: the gradients too (4 + 12/N). 3: the parameters too (16/N), which are gathered
-        where the forward and backward passes use them, one layer at a time under ``jax.lax.scan``, and stay sharded
-        between steps (see `jaxdist.unshard`). Level 3 needs ``tx.update(grads, opt_state, params)``.
-      within: the devices that share a leaf: all (None), those of each host (``"host"``), or this many in a row. Each
-        group holds the whole leaf (hybrid sharding), so only slices of gradients are sent between groups.
-      split: ``"owners"`` computes each whole matrix on one device. ``"slices"`` uses all devices where possible, for a
-        few very large matrices. None chooses the faster one by FLOPs and bytes.
-      offload: keep the optimizer state in host memory between steps. It crosses PCIe twice per step. No effect on CPUs.
-      precision: ``"bf16"`` or ``"fp16"`` for parameters in 16 bits. `tx` then updates a float32 copy, made by
-        ``tx.init`` and stored as ``opt_state.master``; the parameters are the copy, rounded. With ``"fp16"``, multiply
-        the loss by `jaxdist.loss_scale` before differentiating; the update divides by it. If gradients are not finite,
-        the step changes nothing and halves the scale; after 2000 good steps the scale doubles.
+      level: what to shard, with the bytes per parameter on each of N devices (float32, Adam). 0: nothing (16). 1: the
+        optimizer state (8 + 8/N). 2: gradients too (4 + 12/N). 3: parameters too (16/N), which are gathered where they
+        are used and stay sharded between steps; needs ``tx.update(grads, opt_state, params)``.
+      within: the devices that share a leaf: all (None), those of each host (``"host"``), or this many in a row. Only
+        slices of gradients are sent between groups (hybrid sharding).
+      split: ``"owners"`` computes each whole matrix on one device, ``"slices"`` on all where possible. None chooses by
+        FLOPs and bytes.
+      offload: keep the optimizer state in host memory between steps. No effect on CPUs.
+      precision: ``"bf16"`` or ``"fp16"`` for parameters in 16 bits, rounded from a float32 copy that ``tx.init`` makes
+        and `tx` updates. With ``"fp16"``, multiply the loss by `jaxdist.loss_scale`; the update divides by it.
+        Gradients that are not finite change nothing and halve the scale; 2000 good steps double it.
 
     Returns:
-      A transformation with the states, updates, and extra arguments of `tx`. With `precision`, its state has the
-      attributes `master`, `inner` (the state of `tx`), and `loss_scale`.
+      A transformation with the states and arguments of `tx`. With `precision`, its state has `master` (the copy),
+      `inner` (the state of `tx`), and `loss_scale`.
 
     Raises:
       TypeError: `tx` is not a gradient transformation, or `offload` is not a bool.
-      ValueError: an invalid `level`, `within`, `split`, or `precision`; `offload` at level 0; (from ``update``) state
-        or gradients that do not match the parameters, or no parameter in the 16 bits of `precision`; (at compilation)
-        groups that do not divide the devices, devices that cannot use host memory, or level 3 without parameters.
+      ValueError: an argument is invalid, or (from ``update``) does not match the parameters; (at compilation) groups do
+        not divide the devices, devices cannot use host memory, or level 3 without parameters.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist, optax
@@ -85,8 +80,8 @@ def zero(
       [0.9, 0.9, 0.9]
 
     References:
-      Rajbhandari et al., *ZeRO*, arXiv 1910.02054; Zhao et al., *PyTorch FSDP*, VLDB 2023, section 3.2.2 (hybrid
-      sharding); Micikevicius et al., *Mixed Precision Training*, arXiv 1710.03740, section 3.
+      Rajbhandari et al., *ZeRO*, arXiv 1910.02054; Zhao et al., *PyTorch FSDP*, VLDB 2023, section 3.2.2;
+      Micikevicius et al., *Mixed Precision Training*, arXiv 1710.03740.
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise TypeError(f"zero takes an optax gradient transformation (init and update), not {tx!r}")
@@ -144,20 +139,17 @@ def _say_that_it_is_outside(ctx: Context | None) -> None:
 
 
 def shard(tree: Any, within: Within = None) -> Any:
-    """Shard the leaves of a tree, as `zero` shards parameters at level 3.
+    """Shard the leaves of a tree that `zero` does not manage, such as a moving average. Every process calls it.
 
-    Use it for trees that `zero` does not manage, such as a moving average of the parameters. Decorated steps keep
-    sharded leaves sharded. Leaves with fewer entries than devices, and leaves that are not numeric arrays, are whole on
-    each device. Every process must call it.
+    Decorated steps keep sharded leaves sharded. Leaves with fewer entries than devices stay whole.
 
     Args:
-      tree: arrays, the same on every process; rank 0's are used. In a decorated step, values that may be returned
-        sharded.
+      tree: arrays; rank 0's are used. In a decorated step, values that may be returned sharded.
       within: see `zero`.
 
     Returns:
-      The tree with global arrays as leaves. If the devices do not divide a dimension, the leaf is a `Padded` with the
-      shape and dtype of the array, which ``numpy.asarray`` accepts.
+      Global arrays in the tree's structure. If the devices do not divide a dimension, the leaf is a `Padded` with the
+      array's shape and dtype, which ``numpy.asarray`` accepts.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist
@@ -175,17 +167,12 @@ def shard(tree: Any, within: Within = None) -> Any:
 
 @under_no_mesh
 def unshard(tree: Any) -> Any:
-    """Return the tree with plain, whole arrays on this process.
+    """Return the tree with plain, whole arrays on this process's first device. Every process calls it.
 
-    Use it for evaluation outside a decorated step, for export, and in tests. Decorated functions accept sharded arrays
-    directly. Every process must call it.
+    Decorated functions accept sharded arrays directly; use it for evaluation elsewhere, and for export.
 
     Args:
-      tree: a pytree of arrays. Arrays that are not on the mesh are returned unchanged.
-
-    Returns:
-      The tree, with each leaf in its full shape on this process's first device. The leaves are copies, so they survive
-      if a step takes the memory of the originals.
+      tree: a pytree of arrays. Arrays that are not on the mesh are returned unchanged, others copied.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist

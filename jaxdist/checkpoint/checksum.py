@@ -28,10 +28,7 @@ _AT_ONCE = 1 << 17  # words widened to 64 bits together, to stay in the cache
 
 
 def digest(tree: Any) -> int:
-    """Return a number that depends only on the bits of a state, not on processes or layout.
-
-    Every process calls it. With lanes (``jaxdist run --lanes``) it compares runs on different
-    numbers of processes; a run that differs is on a host that computes different results.
+    """Return a number that depends only on the bits of a state, not on processes or layout. Every process calls it.
 
     Args:
       tree: arrays, numbers and strings: the state, or any result of a decorated step.

@@ -32,19 +32,17 @@ _TRIES = 100  # attempts to find one that nobody removes during reading
 @api_boundary
 @under_no_mesh
 def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T:
-    """Read a checkpoint; every process calls it. All that is read is compared with the saved digests.
+    """Read a checkpoint, and compare all that is read with the saved digests; every process calls it.
 
     Args:
       path: the directory given to `save`.
-      like: a state with the structure, shapes, and dtypes of the saved one: a new one, a result of a step, or a result
-        of ``jax.eval_shape``. Its values are not used.
+      like: a state with the structure, shapes, and dtypes of the saved one; `jax.ShapeDtypeStruct` works.
       step: the step to read; by default the highest one that is whole. A damaged one is skipped with a warning, and a
         `save` of its step replaces it.
 
     Returns:
       The state. Leaves whose counterparts in `like` are on the mesh (results of a step, `shard`) are read into the same
-      place, each process its own shards. All others are on this process, as in `like`: JAX arrays on the default
-      device, NumPy arrays, numbers.
+      place, each process its own shards. All others are on this process: JAX arrays on the default device.
 
     Raises:
       FileNotFoundError: the checkpoint does not exist.
@@ -89,15 +87,10 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T
 
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
-    """Return the highest step that is whole according to its manifest; no arrays are read.
-
-    Waits for a save in the background.
+    """Return the highest step that is whole according to its manifest, or None; no arrays are read.
 
     Args:
       path: the directory given to `save`.
-
-    Returns:
-      The step, or None without a checkpoint or directory.
 
     Raises:
       CheckpointError: all checkpoints are damaged, or the last save in the background failed.

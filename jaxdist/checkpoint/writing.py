@@ -38,14 +38,13 @@ def save(
 ) -> Saving:
     """Write a checkpoint; every process calls it.
 
-    Arrays on disk have their full shapes, for any number of devices, ZeRO level, and communicator. Each process writes
-    its own shards, and the root everything else. If a save fails or is killed, earlier checkpoints stay unchanged. A
-    job owns the directory from its first save to its end.
+    It can be restored on any number of devices, at any ZeRO level. Each process writes its own shards, and the root
+    everything else. If a save fails or is killed, earlier checkpoints stay unchanged. A job owns the directory from its
+    first save to its end.
 
     Args:
       path: the directory of one run's checkpoints, on a file system that all processes share.
-      state: any pytree of arrays (JAX's, NumPy's, PRNG keys), numbers, and strings: parameters, the optimizer's state,
-        the state of a `loader`, …
+      state: any pytree of arrays (JAX's, NumPy's, PRNG keys), numbers, and strings, such as the state of a `loader`.
       step: the name of the checkpoint, 0 or more. The highest step is the latest checkpoint.
       wait: if False, copy the state and write in the background. The next `save` and the end of the script wait.
       keep: the number of checkpoints to keep: this one and the highest others. None keeps all.
@@ -54,8 +53,8 @@ def save(
       The write in progress; its ``wait()`` returns when the checkpoint is on disk, and raises its error.
 
     Raises:
-      CheckpointError: (on every rank) writing failed, of this checkpoint or of an earlier one in the background (the
-        error names the rank and the cause), a different job owns the directory, or the ranks' states differ.
+      CheckpointError: (on every rank) writing failed, of this checkpoint or of an earlier one in the background, a
+        different job owns the directory, or the ranks' states differ.
       FileExistsError: a checkpoint of this step exists.
       TypeError: a leaf cannot be restored unchanged.
       ValueError: an argument is invalid: an empty path, a URL, a state that contains itself, …

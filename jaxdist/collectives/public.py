@@ -23,23 +23,21 @@ Groups = Sequence[Sequence[int]]
 def allreduce(x: Any, op: Op = "sum", groups: Groups | None = None) -> Any:
     """Reduce `x` over all ranks; every rank gets the result.
 
-    Every rank must call it, with the same shapes and dtypes. Outside a step, each process contributes one `x`. In a
-    decorated step, each device does, and the call is differentiable. float16, bfloat16, and narrower floats are added
-    in float32 and rounded once. For booleans, sum and max mean "or", prod and min mean "and".
+    Every rank must call it, with the same shapes and dtypes: outside a step each process has one `x`, in
+    `jaxdist.per_device` each device. It is differentiable there. Floats narrower than 32 bits are added in float32 and
+    rounded once. For booleans, sum and max mean "or", prod and min mean "and".
 
     Args:
-      x: array, Python number, or a pytree of them. It is not changed.
+      x: array, Python number, or a pytree of them.
       op: "sum", "prod", "min", "max", or "avg".
       groups: ranks that reduce among themselves, such as ``[[0, 1], [2, 3]]``. The default is one group of all ranks. A
         rank in no group gets its own `x` back. Inside a step, groups have one size, and cover every device.
 
     Returns:
-      JAX arrays with the structure, shapes, and dtypes of `x`. "avg" of integers and booleans has the dtype of
-      `jnp.mean`.
+      JAX arrays with the structure, shapes, and dtypes of `x`; "avg" of integers has the dtype of `jnp.mean`.
 
     Raises:
-      ValueError: an argument is invalid or does not fit the shape of `x`, or a rank makes a different call. Every rank
-        gets the error, and nothing was sent.
+      ValueError: (on every rank) an argument is invalid, or a rank makes a different call. Nothing was sent.
       TypeError: a leaf is not an array, or its dtype does not support `op` (min and max of complex numbers).
       ControlError: a rank is missing until the timeout of `jaxdist.init`. The message names it.
 
@@ -55,14 +53,11 @@ def allgather(x: Any, axis: int = 0, groups: Groups | None = None) -> Any:
     """Concatenate `x` from all ranks, in rank order; every rank gets the result.
 
     Args:
-      x: array, Python number, or a pytree of them, with the same shapes on every rank.
+      x: see `allreduce`, as for `groups` and errors.
       axis: the axis along which to concatenate. Scalars make a vector.
-      groups: see `allreduce`.
 
     Returns:
       JAX arrays with the structure of `x`. `axis` is larger by the number of ranks.
-
-    Raises the same errors as `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -76,15 +71,11 @@ def reduce_scatter(x: Any, op: Op = "sum", axis: int = 0, groups: Groups | None 
     """Reduce `x` over all ranks; rank i gets slice i of the result.
 
     Args:
-      x: array or pytree of arrays, with the same shapes on every rank.
-      op: see `allreduce`.
+      x: see `allreduce`, as for `op`, `groups` and errors.
       axis: the axis to slice. The number of ranks must divide its size.
-      groups: see `allreduce`.
 
     Returns:
       JAX arrays with the structure of `x`. `axis` is smaller by the number of ranks.
-
-    Raises the same errors as `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -95,18 +86,11 @@ def reduce_scatter(x: Any, op: Op = "sum", axis: int = 0, groups: Groups | None 
 
 
 def broadcast(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
-    """Return the root's `x` on every rank.
+    """Return the root's `x` on every rank, as JAX arrays.
 
     Args:
-      x: array, Python number, or a pytree of them. Ranks other than the root only need the same shapes and dtypes. For
-        other objects, or if the shapes are not known, use `Context.broadcast`.
+      x: see `allreduce`, as for `groups` and errors. For objects without known shapes, use `Context.broadcast`.
       root: the rank, or the position within the group if there are `groups`.
-      groups: see `allreduce`.
-
-    Returns:
-      The root's `x` as JAX arrays.
-
-    Raises the same errors as `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -120,15 +104,11 @@ def reduce(x: Any, root: int = 0, op: Op = "sum", groups: Groups | None = None) 
     """Reduce `x` over all ranks on the root; other ranks get their own `x` back.
 
     Args:
-      x: array, Python number, or a pytree of them, with the same shapes on every rank.
+      x: see `allreduce`, as for `op`, `groups` and errors.
       root: the rank, or the position within the group if there are `groups`.
-      op: see `allreduce`.
-      groups: see `allreduce`.
 
     Returns:
       On the root, the result of `allreduce`. On other ranks, `x` as JAX arrays.
-
-    Raises the same errors as `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -142,15 +122,12 @@ def all_to_all(x: Any, split_axis: int = 0, concat_axis: int = 0, groups: Groups
     """Send slice j of `x` on rank i to rank j, as its slice i.
 
     Args:
-      x: array or pytree of arrays, with the same shapes on every rank.
+      x: see `allreduce`, as for `groups` and errors.
       split_axis: the axis to split, with one slice per rank. The number of ranks must divide its size.
       concat_axis: the axis along which the received slices are joined.
-      groups: see `allreduce`.
 
     Returns:
       JAX arrays with the structure of `x`. `split_axis` is smaller and `concat_axis` larger by the number of ranks.
-
-    Raises the same errors as `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -164,14 +141,11 @@ def gather(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
     """Concatenate `x` from all ranks along the first axis on the root; other ranks get their own `x` back.
 
     Args:
-      x: array, Python number, or a pytree of them, with the same shapes on every rank. Scalars make a vector.
+      x: see `allreduce`, as for `groups` and errors. Scalars make a vector.
       root: the rank, or the position within the group if there are `groups`.
-      groups: see `allreduce`.
 
     Returns:
       On the root, JAX arrays whose first axis is larger by the number of ranks. On other ranks, `x` as JAX arrays.
-
-    Raises the same errors as `allreduce`.
 
     Example:
       >>> import jaxdist
@@ -185,15 +159,11 @@ def scatter(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
     """Send slice i of the root's `x`, along the first axis, to rank i.
 
     Args:
-      x: array or pytree of arrays. The number of ranks must divide the first dimension. Ranks other than the root only
-        need the same shapes and dtypes.
+      x: see `allreduce`, as for `groups` and errors. The number of ranks must divide the first dimension.
       root: the rank, or the position within the group if there are `groups`.
-      groups: see `allreduce`.
 
     Returns:
       JAX arrays with the structure of `x`. The first axis is smaller by the number of ranks.
-
-    Raises the same errors as `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -204,11 +174,7 @@ def scatter(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
 
 
 def barrier() -> None:
-    """Wait until every process makes this call. Inside a step it does nothing.
-
-    Raises:
-      ControlError: a rank is missing until the timeout of `jaxdist.init`. The message names it.
-      ValueError: a rank makes a different call.
+    """Wait until every process makes this call, with the errors of `allreduce`. Inside a step it does nothing.
 
     Example:
       >>> import jaxdist
@@ -240,7 +206,7 @@ def send(x: Any, dst: int) -> None:
 
 
 def recv(like: Any, src: int) -> Any:
-    """Receive the arrays that a different process passes to `send`. Not allowed inside a step.
+    """Receive the arrays that a process passes to `send`. Not allowed inside a step.
 
     Args:
       like: array, `jax.ShapeDtypeStruct`, Python number, or a pytree of them, with the expected shapes and dtypes.
@@ -255,7 +221,7 @@ def recv(like: Any, src: int) -> Any:
       ControlError: nothing arrived until the timeout.
 
     Example:
-      >>> import jaxdist, numpy as np
+      >>> import jaxdist
       >>> jaxdist.send([1.5], dst=0)
       >>> jaxdist.recv([0.0], src=0)
       [Array(1.5, dtype=float...)]

@@ -34,8 +34,7 @@ def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
 
     Args:
       paths: one or several UTF-8 files.
-      split: the separator between documents, such as ``"\\n"`` or ``"\\n\\n"``. With None, each file is one document.
-        Empty documents are left out.
+      split: the separator between documents, or None for one document per file. Empty documents are left out.
 
     Returns:
       An iterable of strings, for `jaxdist.data.tokenize`, or as a stream for `jaxdist.loader`.
@@ -133,11 +132,9 @@ class Documents:
     def open(folder: str | os.PathLike[str]) -> Documents:
         """Open the documents that `jaxdist.data.tokenize` wrote to a folder; they stay on disk.
 
-        Each block of tokens is compared with its digest when it is first read.
-
         Raises:
           OSError: the folder does not exist.
-          DataError: its files are damaged, or `jaxdist.data.tokenize` did not write them.
+          DataError: its files are damaged (tokens are checked when first read), or `tokenize` did not write them.
         """
         path = Path(folder).absolute()
         try:
@@ -180,11 +177,7 @@ class Documents:
         return (Documents.open, (self._folder,)) if self._folder else (Documents, (self.tokens, self.ends))
 
     def read(self, start: int, end: int) -> np.ndarray:
-        """Return the tokens from `start` to `end`, of one document or several.
-
-        Raises:
-          DataError: the file is damaged there.
-        """
+        """Return the tokens from `start` to `end`, of one document or several."""
         for block in range(start // _BLOCK, -(-end // _BLOCK)) if self._unread else ():
             if block not in self._unread:
                 continue
@@ -208,21 +201,19 @@ def tokenize(
     folder: str | os.PathLike[str],
     dtype: Any = np.uint16,
 ) -> Documents:
-    """Write the tokens of documents to a folder once. If the folder exists, open it.
+    """Write the tokens of documents to a folder once; if it exists, open it. Every process calls it; the root writes.
 
-    Every process calls it; the root writes, and the others wait. An existing folder must come from the same documents
-    and encoding: the bytes of text files (samples above one GiB) or of a list, the number of other documents, and the
-    tokens of the first 64 are compared.
+    An existing folder must come from the same documents and encoding: the bytes of text files (samples above one GiB)
+    or of a list, the number of other documents, and the tokens of the first 64 are compared.
 
     Args:
       documents: `jaxdist.data.text_files`, a list, a Hugging Face data set, or any iterable that can be read again.
-      encode: a function that returns a document's tokens, including an end token if you want one. ``str.encode`` gives
-        bytes.
+      encode: a function that returns a document's tokens, such as ``str.encode`` for bytes.
       folder: the folder for ``tokens.npy`` and ``ends.npy``, which NumPy can read. All hosts must see it.
       dtype: the type of the tokens on disk; ``uint16`` holds values up to 65,535.
 
     Returns:
-      `Documents`, which stay on disk. Each block is compared with its digest when it is first read.
+      `Documents`, which stay on disk.
 
     Raises:
       ValueError: (on every rank) a token does not fit `dtype`, `documents` is empty, or the folder comes from

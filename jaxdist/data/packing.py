@@ -13,14 +13,12 @@ from jaxdist.data.documents import Documents
 def packed(documents: Documents, length: int, *, seed: int | None = None) -> Packed:
     """Pack documents into rows of `length` tokens, as a source for `jaxdist.loader`.
 
-    A document may continue in the next row, so only the last row has padding. A row depends only on the documents'
-    lengths, so each rank can read its own rows, in any order.
+    A document may continue in the next row, so only the last row has padding.
 
     Args:
       documents: the documents of tokens.
       length: the number of tokens in a row.
-      seed: the seed of the order of documents before packing, so that neighbors in a file end up in different rows;
-        None keeps the order. (The loader's `shuffle` orders the rows.)
+      seed: the seed of the order of documents before packing; None keeps it. The loader's `shuffle` orders the rows.
 
     Returns:
       A source. A row is a dict of int32 arrays ``(length,)``, named as in grain: ``tokens``; ``tokens_segment_ids``,
