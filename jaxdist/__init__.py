@@ -9,9 +9,7 @@ from typing import Any
 
 import lazy_loader
 
-from jaxdist import extras, streams
-
-streams.open_closed()  # before a socket of a library's gets the number of one
+from jaxdist import extras
 
 _import, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from jax import lax
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Aux = TypeVar("Aux")
 
 
 def value_and_grad(
@@ -87,27 +86,9 @@ def value_and_grad(
     return wrapped
 
 
-@overload
 def grad(
-    fun: Callable[P, tuple[Any, Aux]], argnums: int | Sequence[int] = ..., *, has_aux: Literal[True], **settings: Any
-) -> Callable[P, tuple[Any, Aux]]: ...
-@overload
-def grad(
-    fun: Callable[P, Any],
-    argnums: int | Sequence[int] = ...,
-    has_aux: bool = ...,
-    holomorphic: bool = ...,
-    allow_int: bool = ...,
-    **settings: Any,
-) -> Callable[P, Any]: ...
-def grad(
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    allow_int: bool = False,
-    **settings: Any,
-) -> Callable[..., Any]:
+    fun: Callable[P, Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **settings: Any
+) -> Callable[P, Any]:
     """Return ``jax.grad(fun)`` with the arguments of `jaxdist.value_and_grad`.
 
     Returns:
@@ -118,7 +99,7 @@ def grad(
       >>> jaxdist.grad(lambda w: jnp.sum(w ** 2))(jnp.ones(2)).tolist()
       [2.0, 2.0]
     """
-    both = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int, **settings)
+    both = value_and_grad(fun, argnums, has_aux, **settings)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -63,8 +63,8 @@ def zero(
 
     Raises:
       TypeError: `tx` is not a gradient transformation, or `offload` is not a bool.
-      ValueError: an argument is invalid, or (from ``update``) does not match the parameters; (at compilation) groups do
-        not divide the devices, devices cannot use host memory, or level 3 without parameters.
+      ValueError: an argument is invalid; (at compilation) groups do not divide the devices, devices cannot use host
+        memory, or level 3 without parameters.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist, optax
@@ -116,8 +116,6 @@ def zero(
         if not inside_step():
             _say_that_it_is_outside(started())
             return inner.update(updates, state, params, **extra)
-        if level:
-            _check(inner, updates, state, params, extra)
         return inner.update(
             updates if _of_each_example(updates, params) else marked(updates, "gradient", offload=offload),
             marked(state, "state", offload=offload),
@@ -219,51 +217,7 @@ def _marked(tree: Any, role: str, level: int, within: Within, split: Way = None,
     return jax.tree.map(lambda x: mark(x, role, level, within, split, offload), tree)
 
 
-def _check(
-    tx: optax.GradientTransformationExtraArgs, updates: Any, state: Any, params: Any, extra: dict[str, Any]
-) -> None:
-    """Say what does not belong together before `tx` stumbles over it, or broadcasts one to the other."""
-    if params is None:
-        return
-    matches = jax.tree.structure(updates) == jax.tree.structure(params)  # else it may be meant (`optax.lookahead`)
-    if matches and not _of_each_example(updates, params) and (problem := _difference(updates, params)):
-        raise ValueError(f"the gradients do not match the parameters: {problem}")
-    # An update may change the structure of the state (`optax.monitor`).
-    first = lambda _, params: tx.init(params)
-    later = lambda updates, params: tx.update(updates, tx.init(params), params, **extra)[1]
-    problems = []
-    for made in (first, later):
-        try:
-            expected = jax.eval_shape(made, updates, params)
-        except Exception:  # an init that needs real numbers: then `tx` itself has to find the problem
-            return
-        problems.append(_difference(state, expected))
-        if problems[-1] is None:
-            return
-    raise ValueError(
-        f"the optimizer's state was not made for these parameters: {problems[0]}. Make a new one with tx.init(params), "
-        "or restore both from one checkpoint"
-    )
-
-
 def _of_each_example(updates: Any, params: Any) -> bool:
     """Check whether gradients have one more axis than the parameters: the examples, which are split already."""
     pairs = list(zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=False))
     return bool(pairs) and all(jnp.ndim(u) and jnp.shape(u)[1:] == jnp.shape(p) for u, p in pairs)
-
-
-def _difference(tree: Any, expected: Any) -> str | None:
-    """The first leaf in which two trees differ, in place or shape."""
-    ours, ours_tree = jax.tree_util.tree_flatten_with_path(tree)
-    theirs, theirs_tree = jax.tree_util.tree_flatten_with_path(expected)
-    mine, wanted = (
-        {jax.tree_util.keystr(path) or "the only leaf": jnp.shape(x) for path, x in leaves} for leaves in (ours, theirs)
-    )
-    for name in [*wanted, *mine]:
-        if name not in mine:
-            return f"{name} is missing"
-        if name not in wanted:
-            return f"{name} is not expected"
-        if mine[name] != wanted[name]:
-            return f"{name} has shape {mine[name]}, expected {wanted[name]}"
-    return None if ours_tree == theirs_tree else f"their structures are {ours_tree} and {theirs_tree}"

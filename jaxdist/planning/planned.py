@@ -20,8 +20,8 @@ def plan(
     """Compile a decorated step for other devices, and count its bytes and collectives.
 
     No array is created and nothing is sent. With `jax[cuda12]` installed, the program is the one that GPUs would run;
-    no GPU is needed. Otherwise it is compiled for virtual CPU devices: temporary memory is then an estimate, and overlap
-    unknown. "fits" compares the bytes of arguments, results and temporaries with what JAX reserves of a GPU
+    no GPU is needed. Otherwise it is compiled for virtual CPU devices: temporary memory is then an estimate, and
+    overlap unknown. "fits" compares the bytes of arguments, results and temporaries with what JAX reserves of a GPU
     (``XLA_PYTHON_CLIENT_MEM_FRACTION``). Times assume full speeds, so real times are longer.
 
     Args:
