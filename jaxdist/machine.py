@@ -1,7 +1,6 @@
 """The devices that a step is placed for: how fast they compute, and the links between them.
 
-The speed of a device is its `Kind`'s, from the table or from `JAXDIST_MACHINE`; nothing is measured. The link that an
-axis of a mesh uses follows from the hosts of its devices. Everything that weighs computing again against
+Speeds are from the table or from `JAXDIST_MACHINE`; nothing is measured. Whatever weighs computing again against
 sending, or a few messages against many bytes, asks a `Machine` for seconds.
 """
 
@@ -34,11 +33,9 @@ _FOLD = 8  # devices of a host of CPUs
 
 
 def ring_factor(kind: str, devices: int) -> float:
-    """Bytes that each device of a ring sends, relative to the whole array (for an all-to-all, to its own part).
-
-    Source: Patarasuk and Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, JPDC 2009.
-    """
+    """Return the bytes that a ring's device sends, relative to the whole array (in an all-to-all, to its part)."""
     if kind == "all-reduce":
+        # Patarasuk and Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, JPDC 2009.
         return 2 * (devices - 1) / devices
     if kind in ("reduce-scatter", "all-gather", "all-to-all"):
         return (devices - 1) / devices
@@ -194,16 +191,12 @@ class Machine:
         return not self.kind.is_cpu
 
     def over(self, mesh: Mesh) -> Machine:
-        """The same, with the link of each axis of a mesh.
-
-        Where devices are in groups the user said so, because it is far from one to the other: these links are those
-        between hosts.
-        """
+        """Return the same with the link of each axis of a mesh."""
         axes = axes_of_mesh(mesh)
         everyone = (tuple(range(mesh.size)),)
         links = tuple(
             (axis.name, self._link(axis, *self.speed(along(axes, [axis.name]) or everyone)))
-            for axis in axes if axis.name != GROUP
+            for axis in axes if axis.name != GROUP  # far apart, so the user says: always the network
         )  # fmt: skip
         return dataclasses.replace(self, links=links)
 
@@ -214,16 +207,12 @@ class Machine:
         return dict(self.links).get(axis.name) or self._link(axis, bandwidth, latency)
 
     def speed(self, groups: Sequence[Sequence[int]]) -> tuple[float, float]:
-        """The slowest link of a ring through each group of devices.
-
-        Between hosts there are as many rings as a host has devices of the group, each through a network adapter of its
-        own.
-        """
+        """Return bandwidth and latency of the slowest link of a ring through each group of devices."""
         kind = self.kind
         slowest, latency = kind.link, kind.latency
         for group in groups if self.hosts else ():
             on_host = Counter(self.hosts[device] for device in group)
-            if len(on_host) > 1:
+            if len(on_host) > 1:  # a ring, with an adapter of its own, for each device of the host
                 slowest = min(slowest, kind.network * min(on_host.values()))
                 latency = kind.network_latency
         return slowest, latency

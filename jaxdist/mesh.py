@@ -79,8 +79,7 @@ def axes_of_mesh(mesh: Mesh) -> tuple[Axis, ...]:
 
 
 def passes(mesh: Mesh) -> tuple[Axis, ...]:
-    """The axes of a mesh with several devices, or one if there is none, in the order in which a step is placed over
-    them: what cuts the state, then the examples from inside, then the batch."""
+    """Return the axes with several devices (one if there is none), in the order in which a step is placed over them."""
     axes = [Axis(name, mesh.shape[name]) for name in NAMES if name in mesh.shape]
     return tuple(axis for axis in axes if axis.size > 1) or tuple(axes[-1:])
 
@@ -101,10 +100,7 @@ def ranks_of(mesh: Mesh) -> tuple[int, ...]:
 
 @functools.cache
 def parts_of_batch(mesh: Mesh, in_lanes: bool = False) -> tuple[tuple[int, ...], ...]:
-    """For each part of a batch the processes that pass it: there is a part for each place on the axis of data.
-
-    Processes that have a part in common have all of theirs in common, and each has as many.
-    """
+    """Return, for each place on the axis of data, the processes that pass that part of a batch."""
     k = mesh.axis_names.index(AXIS) if AXIS in mesh.axis_names else None
     rows = [mesh.devices.ravel()] if k is None else np.moveaxis(mesh.devices, k, 0).reshape(mesh.devices.shape[k], -1)
     parts = tuple(tuple(sorted({d.process_index for d in row})) for row in rows)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 from jaxdist import compat
 from jaxdist.agreement.description import first_problem
+from jaxdist.agreement.every_rank import patience
 from jaxdist.checkpoint.manifest import brief
 from jaxdist.control import failfast
 from jaxdist.errors import CheckpointError
@@ -76,11 +77,7 @@ def at_exit(ctx: Context) -> None:
 
 
 def together(ctx: Context, what: str, tag: str, work: Callable[[], Any], conclude: Callable[[list[Any]], None]) -> None:
-    """Work on each rank, then conclude on the root; if any of it fails, raise on all ranks.
-
-    This uses mail, which works in threads. A slow rank is waited for while it lives; the control
-    channel notices its end, and ends this process.
-    """
+    """Work on each rank, then conclude on the root, by mail, which works in threads; if any fails, all ranks raise."""
     mine, cause = _attempt(work)
     if ctx.is_root:
         verdict = first_problem(what, {0: "interrupted"})
@@ -110,13 +107,9 @@ def _attempt(work: Callable[[], Any]) -> tuple[tuple[str, Any], BaseException | 
 
 
 def _await(ctx: Context, tag: str, what: str, rank: int) -> Any:
-    start, limit = time.monotonic(), ctx.timeout
-    while True:
-        try:
-            return ctx.control.take(tag, rank, min(_SLICE, ctx.timeout))
-        except queue.Empty:
-            if ctx.control.ending:
-                raise CheckpointError(f"{what}: rank {ctx.rank} stops because the job is ending") from None
-        if (waited := time.monotonic() - start) >= limit:
-            ctx.control.say(f"{what}: has waited {waited:.0f} s for {ctx.control.who(rank)}, which is still writing")
-            limit *= 2
+    """Wait for a rank while it lives: the control channel notices its end, and ends this process."""
+    with patience(ctx, "save"):
+        while not ctx.control.ending:
+            with contextlib.suppress(queue.Empty):
+                return ctx.control.take(tag, rank, _SLICE)
+    raise CheckpointError(f"{what}: rank {ctx.rank} stops because the job is ending")

@@ -52,10 +52,7 @@ def export(path: str | os.PathLike[str], tree: Any, rename: Mapping[str, str] | 
 
 
 def write(file: Path, leaves: Mapping[str, np.ndarray | str], rename: Mapping[str, str] | None = None) -> int:
-    """Write named arrays and texts into a file.
-
-    Returns the number of arrays.
-    """
+    """Write named arrays and texts into a file, and return the number of arrays."""
     if file.suffix not in (".safetensors", ".npz"):
         raise ValueError(f"{file}: the name must end in .safetensors or .npz")
     renamed: dict[str, tuple[str, np.ndarray | str]] = {}

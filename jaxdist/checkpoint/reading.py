@@ -49,7 +49,7 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T
       CheckpointError: (on every rank) the checkpoint has a different model (the error names the first leaf that
         differs), is damaged, or cannot be read (such as too many open files), which is never skipped.
       TypeError: a leaf of `like` cannot be in a checkpoint.
-      ValueError: the path is empty or a URL, or `like` contains itself.
+      ValueError: the path is empty or a URL.
       ImportError: (on every rank) tensorstore, a dependency of orbax, is not installed.
 
     Example:

@@ -57,7 +57,7 @@ def save(
         different job owns the directory, or the ranks' states differ.
       FileExistsError: a checkpoint of this step exists.
       TypeError: a leaf cannot be restored unchanged.
-      ValueError: an argument is invalid: an empty path, a URL, a state that contains itself, …
+      ValueError: an argument is invalid, such as an empty path or a URL.
       ImportError: (on every rank) orbax is not installed.
 
     Example:

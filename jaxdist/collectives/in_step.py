@@ -1,11 +1,7 @@
 """The collectives as each device runs them along the data axis.
 
-In `jaxdist.per_device` they are part of the step. Outside a step, `jaxdist.collectives.outside` runs them
-as a program on one device per process. Each takes one array and gives each device its result; groups
-and root are already valid. With `groups`, devices exchange within each group.
-
-Gradients follow from JAX's rules for the operations used: they differentiate the sum of all
-devices' losses. The step turns that into the gradient of the mean loss, as for any other code.
+Each takes one array and gives each device its result; groups and root are already valid. Gradients are those of the
+sum of all devices' losses, which the step turns into that of the mean loss.
 """
 
 from __future__ import annotations

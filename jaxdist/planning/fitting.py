@@ -102,10 +102,7 @@ def _options(there: Elsewhere, mesh: str) -> list[_Option]:
 
 
 def _search(among: Sequence[_Option]) -> tuple[list[Candidate], list[Candidate]]:
-    """Compile the most promising candidates until one fits and no other can be faster.
-
-    Returns all candidates, and those that may be faster but exceed the limit on compilations.
-    """
+    """Compile promising candidates until no other can be faster; return all, and those beyond the limit."""
     there = among[0].there
     found = [one.bound for one in among]
     ratios: dict[int, float] = {}

@@ -140,24 +140,6 @@ def test_a_tokenizing_that_was_stopped_leaves_nothing_behind(tmp_path: Path) -> 
         jaxdist.data.tokenize(list("abc"), str.encode, tmp_path / "u")
 
 
-def test_what_killed_runs_have_left_is_removed(tmp_path: Path) -> None:
-    """But nothing of one that still writes."""
-    (leftover := tmp_path / ".t.0123abcd").mkdir()
-    (leftover / "tokens.npy").touch()
-
-    def encode(text: str) -> bytes:
-        written.append(text)
-        if len(written) == 4:  # after the samples
-            jaxdist.data.tokenize(["c"], str.encode, tmp_path / "t2")
-            jaxdist.data.tokenize(["a", "c"], str.encode, tmp_path / "t")
-        return text.encode()
-
-    written: list[str] = []
-    with raises(ValueError, "different documents"):
-        jaxdist.data.tokenize(["a", "b"], encode, tmp_path / "t")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["t", "t2"]
-
-
 def test_damage_of_tokens_is_told(tmp_path: Path) -> None:
     """By the name of the file or the folder."""
     texts = ["".join(chr(97 + i * j % 26) for j in range(50)) for i in range(100)]
