@@ -159,5 +159,4 @@ def is_padded_inside(x: Padded) -> bool:
 def on_host(x: Any) -> np.ndarray:
     """Return an array that this process has whole, in native byte order."""
     value = np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) and not x.is_fully_addressable else x)
-    value = value.astype(value.dtype.newbyteorder("="), copy=False)
-    return value.view(np.uint8) != 0 if value.dtype == bool else value  # other memory used as bools
+    return value.astype(value.dtype.newbyteorder("="), copy=False)

@@ -198,14 +198,6 @@ def test_rows(lengths: list[int], length: int, seed: int | None) -> None:
             assert row["tokens_positions"][segments == segment].tolist() == list(range(len(piece)))
 
 
-def test_a_seed_orders_the_documents() -> None:
-    lengths = np.random.default_rng(0).integers(1, 100, 2000)
-    documents = jaxdist.data.Documents(np.arange(lengths.sum()), np.cumsum(lengths))
-    first = [next(iter(jaxdist.data.packed(documents, 128, seed=seed)))["tokens"].tolist() for seed in (None, 0, 0, 1)]
-    assert first[1] == first[2]
-    assert len(set(map(tuple, first))) == 3
-
-
 def test_packing_that_cannot_be() -> None:
     documents = jaxdist.data.Documents(np.arange(3), [3])
     for wrong, length, tokens in [
