@@ -40,22 +40,20 @@ def zero(
     """Shard the state of `tx`, the gradients, and the parameters over the devices of a decorated step (ZeRO).
 
     Results do not change. Each device updates one slice of each leaf; leaves with fewer entries than devices stay
-    whole. A matrix that an optimizer needs whole (Muon, Shampoo, SOAP) is sent to one device and back. Outside a
-    decorated step, the result behaves like `tx`. Wrap the complete optimizer.
+    whole. A matrix that an optimizer needs whole (Muon, Shampoo) is sent to one device and back. Wrap the complete
+    optimizer.
 
     Args:
       tx: any optax transformation.
       level: what to shard, with the bytes per parameter on each of N devices (float32, Adam). 0: nothing (16). 1: the
-        optimizer state (8 + 8/N). 2: gradients too (4 + 12/N). 3: parameters too (16/N), which are gathered where they
-        are used and stay sharded between steps; needs ``tx.update(grads, opt_state, params)``.
+        optimizer state (8 + 8/N). 2: gradients too (4 + 12/N). 3: parameters too (16/N), gathered where they are used;
+        needs ``tx.update(grads, opt_state, params)``.
       within: the devices that share a leaf: all (None), those of each host (``"host"``), or this many in a row. Only
         slices of gradients are sent between groups (hybrid sharding).
-      split: ``"owners"`` computes each whole matrix on one device, ``"slices"`` on all where possible. None chooses by
-        FLOPs and bytes.
+      split: ``"owners"`` computes each whole matrix on one device, ``"slices"`` on all where possible. None chooses.
       offload: keep the optimizer state in host memory between steps. No effect on CPUs.
-      precision: ``"bf16"`` or ``"fp16"`` for parameters in 16 bits, rounded from a float32 copy that ``tx.init`` makes
-        and `tx` updates. With ``"fp16"``, multiply the loss by `jaxdist.loss_scale`; the update divides by it.
-        Gradients that are not finite change nothing and halve the scale; 2000 good steps double it.
+      precision: ``"bf16"`` or ``"fp16"`` for parameters in 16 bits, rounded from a float32 copy that `tx` updates. With
+        ``"fp16"``, multiply the loss by `jaxdist.loss_scale`; the update divides by it.
 
     Returns:
       A transformation with the states and arguments of `tx`. With `precision`, its state has `master` (the copy),
@@ -74,8 +72,7 @@ def zero(
       ...     grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
       ...     updates, opt_state = tx.update(grads, opt_state, w)
       ...     return optax.apply_updates(w, updates), opt_state
-      >>> w = jnp.ones(3)
-      >>> w, opt_state = step(w, tx.init(w), jnp.ones((8, 3)))
+      >>> w, opt_state = step(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones((8, 3)))
       >>> [round(float(x), 3) for x in w]
       [0.9, 0.9, 0.9]
 

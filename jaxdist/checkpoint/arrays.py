@@ -61,8 +61,8 @@ def _handler(rank: int) -> Any:
         primary_host=0, active_processes={rank}, barrier_sync_key_prefix=f"rank{rank}"
     )
     # Weights hardly compress, and writing would take three times as long.
-    settings = {"use_ocdbt": True, "use_zarr3": True, "use_compression": False}
-    return ocp.PyTreeCheckpointHandler(**settings, multiprocessing_options=alone)
+    plain = functools.partial(ocp.PyTreeCheckpointHandler, use_ocdbt=True, use_zarr3=True, use_compression=False)
+    return plain(multiprocessing_options=alone)
 
 
 def _spec(item: Path, name: Name) -> dict[str, Any]:

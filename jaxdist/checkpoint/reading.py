@@ -37,12 +37,11 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T
     Args:
       path: the directory given to `save`.
       like: a state with the structure, shapes, and dtypes of the saved one; `jax.ShapeDtypeStruct` works.
-      step: the step to read; by default the highest one that is whole. A damaged one is skipped with a warning, and a
-        `save` of its step replaces it.
+      step: the step to read; by default the highest one that is whole. A damaged one is skipped with a warning.
 
     Returns:
-      The state. Leaves whose counterparts in `like` are on the mesh (results of a step, `shard`) are read into the same
-      place, each process its own shards. All others are on this process: JAX arrays on the default device.
+      The state. Leaves that are on the mesh in `like` are read into the same place, each process its own shards. All
+      others are on this process: JAX arrays on the default device.
 
     Raises:
       FileNotFoundError: the checkpoint does not exist.

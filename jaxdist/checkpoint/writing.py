@@ -36,11 +36,9 @@ def save(
     wait: bool = True,
     keep: int | None = None,
 ) -> Saving:
-    """Write a checkpoint; every process calls it.
+    """Write a checkpoint, for any number of devices and ZeRO level; every process calls it and writes its own shards.
 
-    It can be restored on any number of devices, at any ZeRO level. Each process writes its own shards, and the root
-    everything else. If a save fails or is killed, earlier checkpoints stay unchanged. A job owns the directory from its
-    first save to its end.
+    If a save fails or is killed, earlier checkpoints stay unchanged. A job owns the directory until its end.
 
     Args:
       path: the directory of one run's checkpoints, on a file system that all processes share.

@@ -200,8 +200,8 @@ def tokenize(
 ) -> Documents:
     """Write the tokens of documents to a folder once; if it exists, open it. Every process calls it; the root writes.
 
-    An existing folder must come from the same documents and encoding: the bytes of text files (samples above one GiB)
-    or of a list, the number of other documents, and the tokens of the first 64 are compared.
+    An existing folder must come from the same documents and encoding, as far as checksums and the tokens of the first
+    64 documents show.
 
     Args:
       documents: `jaxdist.data.text_files`, a list, a Hugging Face data set, or any iterable that can be read again.

@@ -47,12 +47,11 @@ def loader(
 
     Args:
       source: the complete data set, on every rank: arrays with one entry per example, or a dict or tuple of them; a
-        list, a grain source or ``MapDataset``, or any object with ``__len__`` and ``__getitem__``. Or a stream, which
-        each rank reads whole: a grain ``IterDataset``, an iterable that can be read again, such as a Hugging Face
-        ``IterableDataset``, or a function of the epoch that returns one.
+        list, a grain source, or any object with ``__len__`` and ``__getitem__``. Or a stream, which each rank reads
+        whole: a grain or Hugging Face ``IterableDataset``, any iterable that can be read again, or a function of the
+        epoch that returns one.
       batch_size: examples per process (with lanes, per lane) and step, such as ``256 // ctx.parts()[1]``.
-      shuffle: whether to order by seed and epoch. A stream is shuffled in windows of this many examples, which each
-        process holds in memory: ``shuffle=10_000``.
+      shuffle: whether to order by seed and epoch; of a stream, the number of examples to shuffle in memory.
       seed: the seed of the order and of a random `transform`.
       tail: ``"drop"`` leaves out the last examples of an epoch if they do not fill a batch on every rank. ``"keep"``
         yields a smaller last batch, to be passed unchanged to a decorated step.
@@ -66,8 +65,8 @@ def loader(
       A `Loader`.
 
     Raises:
-      ValueError: (on every rank) a setting is invalid, the source is empty or smaller than one batch of all ranks with
-        ``tail="drop"``, its arrays have different lengths, or the ranks' sources or settings differ.
+      ValueError: (on every rank) a setting is invalid, the source is empty or too small for a batch, its arrays have
+        different lengths, or the ranks' sources or settings differ.
       TypeError: the source has an unsupported type, or is a stream that can be read only once.
       ImportError: (on every rank) grain is not installed.
       ControlError: a rank does not make the call before the timeout of `jaxdist.init`.

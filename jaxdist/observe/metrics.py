@@ -155,8 +155,8 @@ def run_log(
     """Log metrics to ``path/metrics.jsonl``, and progress to the root's standard error. Every rank calls it.
 
     A line is a JSON object with ``step``, ``time`` (of the step's end, in seconds since 1970), the metrics, and
-    ``examples_per_s`` and ``tokens_per_s`` since the previous step. NaN and infinities are strings that ``float``
-    accepts. A run that restarts at step k replaces the lines from k on; the previous file is ``metrics.jsonl.bak``.
+    ``examples_per_s`` and ``tokens_per_s``; NaN and infinities are strings. A run that restarts at step k replaces the
+    lines from k on; the previous file is ``metrics.jsonl.bak``.
 
     Args:
       path: the folder. It is created if necessary.

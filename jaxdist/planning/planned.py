@@ -17,19 +17,17 @@ def plan(
     levels: Sequence[int] = LEVELS,
     mesh: Sizes | None = None,
 ) -> Plan:
-    """Compile a decorated step for other devices, and count its bytes and collectives.
+    """Compile a decorated step for other devices, and count its bytes and collectives. No array is created.
 
-    No array is created and nothing is sent. With `jax[cuda12]` installed, the program is the one that GPUs would run;
-    no GPU is needed. Otherwise it is compiled for virtual CPU devices: temporary memory is then an estimate, and
-    overlap unknown. "fits" compares the bytes of arguments, results and temporaries with what JAX reserves of a GPU
-    (``XLA_PYTHON_CLIENT_MEM_FRACTION``). Times assume full speeds, so real times are longer.
+    With `jax[cuda12]` installed, the program is the one that GPUs would run; no GPU is needed. Otherwise temporary
+    memory is an estimate, and overlap unknown. Times assume full speeds, so real times are longer.
 
     Args:
       step: a step decorated with `jaxdist.data_parallel` or `jaxdist.parallel`.
       *args: arguments of the step: arrays or `jax.ShapeDtypeStruct`. The batch has the examples of all devices.
       topology: ``"8xH100"`` for the devices of one host, or ``"8x8xH100"`` for hosts and devices of each. Kinds:
         A100-40, A100-80, H100, H200, B200, cpu. Append speeds to change them: ``"8x8xH100,network=25e9"``.
-      levels: ZeRO levels to compare with the step's own. A step without `jaxdist.zero` has only its own.
+      levels: ZeRO levels to compare with the step's own.
       mesh: the sizes of the axes, as for `jaxdist.parallel`; the step's own by default.
 
     Returns:
@@ -47,8 +45,7 @@ def plan(
       1
 
     References:
-      Rajbhandari et al., *ZeRO*, arXiv 1910.02054, section 3 (where the memory goes); Patarasuk and Yuan, *Bandwidth
-      optimal all-reduce algorithms for clusters of workstations*, JPDC 2009 (bytes of a ring).
+      Rajbhandari et al., *ZeRO*, arXiv 1910.02054, section 3.
     """
     there = Elsewhere(step, args, topology, levels, mesh)
     written = there.emitted()
