@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import cast
 
 _LONGEST = 10_000  # characters of an exception's message that go to other ranks
 
@@ -85,16 +82,16 @@ class DonatedError(JaxdistError, RuntimeError):
 
 
 def message_of(error: object, words: Callable[[object], str] = str) -> str:
-    """Return the message of an exception, even if its class overrides `str`; only the start of a very long one."""
+    """Return the message of an exception, even if its class can't say it; only the start of a very long one."""
     try:
-        text = str.__str__(words(error))  # not of a class of the user's that can be formatted in its own way only
-    except BaseException:  # Python's own tracebacks do the same
-        text = "<exception str() failed>" if words is str else object.__repr__(error)
+        text = words(error)
+    except Exception:  # Python's own tracebacks do the same
+        text = "<exception str() failed>"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text):,} characters)"
 
 
 def in_words(error: BaseException) -> str:
-    """The type and the message of an exception; of a group, of the first that it holds, too."""
+    """Return the type and the message of an exception; of a group, of the first that it holds, too."""
     text = ": ".join(filter(None, (type(error).__name__, message_of(error))))
     first = next(leaves(error))
     return text if first is error else f"{text}; the first is {in_words(first)}"
@@ -102,18 +99,8 @@ def in_words(error: BaseException) -> str:
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
     """Yield the exceptions of a group and of groups in it; for any other exception, itself."""
-    left = [error]
-    while left:
-        one = left.pop()
-        if issubclass(type(one), BaseExceptionGroup):  # isinstance asks `__class__`, which may be the user's
-            left += reversed(cast("BaseExceptionGroup[BaseException]", one).exceptions)
-        else:
-            yield one
-
-
-def printed(error: BaseException, trace: TracebackType | None) -> str:
-    """An exception with its traceback as Python prints it, as far as its class allows that."""
-    try:
-        return "".join(traceback.format_exception(type(error), error, trace))
-    except BaseException:  # attributes that Python asks for, `__cause__` say, raise
-        return "".join(["Traceback (most recent call last):\n", *traceback.format_tb(trace), in_words(error), "\n"])
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            yield from leaves(one)
+    else:
+        yield error

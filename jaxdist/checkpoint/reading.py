@@ -13,10 +13,10 @@ import numpy as np
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import arrays, manifest
-from jaxdist.checkpoint.background import await_pending
 from jaxdist.checkpoint.checksum import MODULUS
 from jaxdist.checkpoint.directory import absolute, passed_over, steps
 from jaxdist.checkpoint.manifest import PYTHON, DamagedError, Leaf, Leaves, Name, is_key, kind_of, named
+from jaxdist.checkpoint.writing import await_pending
 from jaxdist.compat import under_no_mesh
 from jaxdist.errors import CheckpointError
 from jaxdist.extras import need
