@@ -20,11 +20,6 @@ from jaxdist.mesh import AXIS
 _REDUCE: dict[str, Any] = {"sum": jnp.sum, "avg": jnp.mean, "prod": jnp.prod, "max": jnp.max, "min": jnp.min}
 
 
-def size() -> int:
-    """Return the number of devices along the axis."""
-    return lax.axis_size(AXIS)
-
-
 def allreduce(x: Any, op: str, groups: Groups) -> jax.Array:
     """Reduce over all devices; each gets the result."""
     x = jnp.asarray(x)
@@ -109,16 +104,12 @@ def _of_numbers(x: Any, op: str) -> tuple[Any, str]:
     return (x.astype(jnp.int8), {"sum": "max", "prod": "min"}.get(op, op)) if x.dtype == bool else (x, op)
 
 
-def _varying(x: Any) -> Any:
-    if compat.checking_types() and AXIS not in compat.varying_axes(jax.typeof(x)):
-        return lax.pcast(x, AXIS, to="varying")
-    return x
-
-
 def _movable(x: Any) -> Any:
     """Widen integers of less than a byte to int8, the smallest that NCCL supports."""
     small = x.dtype == bool or (jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8)
-    return _varying(x.astype(jnp.int8) if small else x)
+    x = x.astype(jnp.int8) if small else x
+    alike = compat.checking_types() and AXIS not in compat.varying_axes(jax.typeof(x))
+    return lax.pcast(x, AXIS, to="varying") if alike else x
 
 
 def _wide(x: Any) -> Any:
@@ -131,16 +122,16 @@ def _is_root(root: int, groups: Groups) -> Any:
     if groups is None:
         return lax.axis_index(AXIS) == root
     roots = {group[root] for group in groups}
-    return jnp.asarray([device in roots for device in range(size())])[lax.axis_index(AXIS)]
+    return jnp.asarray([device in roots for device in range(lax.axis_size(AXIS))])[lax.axis_index(AXIS)]
 
 
 def _equal(groups: Groups) -> tuple[list[list[int]] | None, int]:
     """Return groups (which have one size, and cover every device) and their size."""
     if groups is None:
-        return None, size()
-    if len({len(group) for group in groups}) != 1 or sum(map(len, groups)) != size():
+        return None, lax.axis_size(AXIS)
+    if len({len(group) for group in groups}) != 1 or sum(map(len, groups)) != lax.axis_size(AXIS):
         raise ValueError(
-            f"groups={[list(group) for group in groups]} inside a step over {size()} devices: expected groups of one "
-            "size that cover every device, since all run one program"
+            f"groups={[list(group) for group in groups]} inside a step: expected groups of one size that cover all "
+            f"{lax.axis_size(AXIS)} devices, since all run one program"
         )
     return [list(group) for group in groups], len(groups[0])

@@ -39,9 +39,9 @@ class Messages:
     def recv(self, like: Any, src: int) -> Any:
         """Return the next message from the source, which must have these types."""
         rank, source = self._ctx.rank, self._rank("recv", "src", src)
-        # Replace a type by an array that takes no memory.
-        typed = lambda x: np.broadcast_to(np.empty((), x.dtype), x.shape) if isinstance(x, jax.ShapeDtypeStruct) else x
-        structure, likes = flat("recv", jax.tree.map(typed, like))
+        # A type is as good as an array that takes no memory.
+        array = lambda x: np.broadcast_to(np.empty((), x.dtype), x.shape) if isinstance(x, jax.ShapeDtypeStruct) else x
+        structure, likes = flat("recv", jax.tree.map(array, like))
         mine = describe("recv", structure, likes)
         theirs, arrays = self._get(source, mine.values())
         # Names may differ; types and their order must match.

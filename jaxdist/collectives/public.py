@@ -14,6 +14,7 @@ from jaxdist.collectives.messages import Messages
 from jaxdist.collectives.outside import Outside
 from jaxdist.errors import StepError
 from jaxdist.ir.trace import inside_step, on_device
+from jaxdist.mesh import AXIS
 from jaxdist.runtime.context import get_context
 
 Op = Literal["sum", "prod", "min", "max", "avg"]
@@ -50,14 +51,11 @@ def allreduce(x: Any, op: Op = "sum", groups: Groups | None = None) -> Any:
 
 
 def allgather(x: Any, axis: int = 0, groups: Groups | None = None) -> Any:
-    """Concatenate `x` from all ranks, in rank order; every rank gets the result.
+    """Return `x` of all ranks as JAX arrays, concatenated along an axis in rank order.
 
     Args:
       x: see `allreduce`, as for `groups` and errors.
       axis: the axis along which to concatenate. Scalars make a vector.
-
-    Returns:
-      JAX arrays with the structure of `x`. `axis` is larger by the number of ranks.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -68,14 +66,11 @@ def allgather(x: Any, axis: int = 0, groups: Groups | None = None) -> Any:
 
 
 def reduce_scatter(x: Any, op: Op = "sum", axis: int = 0, groups: Groups | None = None) -> Any:
-    """Reduce `x` over all ranks; rank i gets slice i of the result.
+    """Reduce `x` over all ranks, and return slice i of the result on rank i, as JAX arrays.
 
     Args:
       x: see `allreduce`, as for `op`, `groups` and errors.
       axis: the axis to slice. The number of ranks must divide its size.
-
-    Returns:
-      JAX arrays with the structure of `x`. `axis` is smaller by the number of ranks.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -101,14 +96,11 @@ def broadcast(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
 
 
 def reduce(x: Any, root: int = 0, op: Op = "sum", groups: Groups | None = None) -> Any:
-    """Reduce `x` over all ranks on the root; other ranks get their own `x` back.
+    """Return the result of `allreduce` on the root, and `x` as JAX arrays on other ranks.
 
     Args:
       x: see `allreduce`, as for `op`, `groups` and errors.
       root: the rank, or the position within the group if there are `groups`.
-
-    Returns:
-      On the root, the result of `allreduce`. On other ranks, `x` as JAX arrays.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -119,15 +111,12 @@ def reduce(x: Any, root: int = 0, op: Op = "sum", groups: Groups | None = None) 
 
 
 def all_to_all(x: Any, split_axis: int = 0, concat_axis: int = 0, groups: Groups | None = None) -> Any:
-    """Send slice j of `x` on rank i to rank j, as its slice i.
+    """Send slice j of `x` on rank i to rank j, and return the received slices joined in rank order, as JAX arrays.
 
     Args:
       x: see `allreduce`, as for `groups` and errors.
       split_axis: the axis to split, with one slice per rank. The number of ranks must divide its size.
       concat_axis: the axis along which the received slices are joined.
-
-    Returns:
-      JAX arrays with the structure of `x`. `split_axis` is smaller and `concat_axis` larger by the number of ranks.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -138,14 +127,11 @@ def all_to_all(x: Any, split_axis: int = 0, concat_axis: int = 0, groups: Groups
 
 
 def gather(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
-    """Concatenate `x` from all ranks along the first axis on the root; other ranks get their own `x` back.
+    """Return `x` of all ranks concatenated along axis 0 on the root, and `x` on other ranks, as JAX arrays.
 
     Args:
       x: see `allreduce`, as for `groups` and errors. Scalars make a vector.
       root: the rank, or the position within the group if there are `groups`.
-
-    Returns:
-      On the root, JAX arrays whose first axis is larger by the number of ranks. On other ranks, `x` as JAX arrays.
 
     Example:
       >>> import jaxdist
@@ -156,14 +142,11 @@ def gather(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
 
 
 def scatter(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
-    """Send slice i of the root's `x`, along the first axis, to rank i.
+    """Return slice i of the root's `x`, along axis 0, on rank i, as JAX arrays.
 
     Args:
       x: see `allreduce`, as for `groups` and errors. The number of ranks must divide the first dimension.
       root: the rank, or the position within the group if there are `groups`.
-
-    Returns:
-      JAX arrays with the structure of `x`. The first axis is smaller by the number of ranks.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -185,7 +168,7 @@ def barrier() -> None:
 
 
 def send(x: Any, dst: int) -> None:
-    """Send `x` to a process that calls `recv`, without waiting for it. Not allowed inside a step.
+    """Send `x` to a process that calls `recv`, without waiting for it.
 
     Args:
       x: array, Python number, or a pytree of them.
@@ -206,18 +189,15 @@ def send(x: Any, dst: int) -> None:
 
 
 def recv(like: Any, src: int) -> Any:
-    """Receive the arrays that a process passes to `send`. Not allowed inside a step.
+    """Return the arrays that a process passes to `send`, as JAX arrays with the structure of `like`.
 
     Args:
       like: array, `jax.ShapeDtypeStruct`, Python number, or a pytree of them, with the expected shapes and dtypes.
       src: the sending rank.
 
-    Returns:
-      JAX arrays with the structure of `like`.
-
     Raises:
-      ValueError: `src` is invalid, different shapes or dtypes arrived (they are dropped).
-      TypeError: called inside a step; use `jax.lax.ppermute`.
+      ValueError: `src` is invalid, or different shapes or dtypes arrived, which are dropped.
+      TypeError: this is inside a step; use `jax.lax.ppermute`.
       ControlError: nothing arrived until the timeout.
 
     Example:
@@ -233,7 +213,7 @@ def recv(like: Any, src: int) -> Any:
 def _collective(kind: str, tree: Any, **arguments: Any) -> Any:
     if on_device():
         structure, leaves = flat(kind, tree)
-        function = functools.partial(getattr(in_step, kind), **checked(kind, arguments, in_step.size()))
+        function = functools.partial(getattr(in_step, kind), **checked(kind, arguments, jax.lax.axis_size(AXIS)))
         return jax.tree.unflatten(structure, each(kind, structure, leaves, function))
     if inside_step():
         raise StepError(
