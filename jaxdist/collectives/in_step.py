@@ -131,7 +131,7 @@ def _equal(groups: Groups) -> tuple[list[list[int]] | None, int]:
         return None, lax.axis_size(AXIS)
     if len({len(group) for group in groups}) != 1 or sum(map(len, groups)) != lax.axis_size(AXIS):
         raise ValueError(
-            f"groups={[list(group) for group in groups]} inside a step: expected groups of one size that cover all "
-            f"{lax.axis_size(AXIS)} devices, since all run one program"
+            f"groups={[list(group) for group in groups]} inside a step: expected groups of one size that cover "
+            f"every device ({lax.axis_size(AXIS)}), since all run one program"
         )
     return [list(group) for group in groups], len(groups[0])
