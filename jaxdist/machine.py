@@ -25,7 +25,6 @@ REACHED = 0.4
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
-_ACCELERATED = "feature_extension: ACCELERATED_FEATURES"
 _REARRANGED = 1.7
 """Time per byte of an exchange relative to an all-reduce on CPUs: parts are copied before and
 after. The geometric mean over Open MPI and gloo of 0.25, 1.6 and 8 MB, two ranks with a core each."""
@@ -81,12 +80,7 @@ class Kind:
     flops: float = 0
     bandwidth: float = 0  # bytes per second that it reads or writes in its memory
     host: float = 0  # bytes per second between it and its host's memory, each way
-    target: str = ""  # the description of a GPU for XLA's compiler, a text proto; empty for a CPU
-
-    @property
-    def is_cpu(self) -> bool:
-        """Check whether it is a CPU, which uses its host's memory and sends sums of 16-bit floats in 32 bits."""
-        return not self.target
+    is_cpu: bool = False  # which uses its host's memory, and sends sums of 16-bit floats in 32 bits
 
     @property
     def usable(self) -> int:
@@ -111,43 +105,9 @@ _OF_BFLOAT16 = {32: 1 / 2, 64: 1 / 15, 128: 1 / 15}
 _OF_FLOAT32 = {64: 1 / 2, 128: 1 / 2}
 
 
-def _gpu(
-    name: str, model: str, memory: int, link: float, network: float, *,
-    capability: int, cores: int, fpus: int, shared: int, l2: int, clock: float, bandwidth: float, flops: float,
-    host: float,
-) -> Kind:  # fmt: skip
-    extension = _ACCELERATED if capability >= 9 else ""
-    target = f"""
-      gpu_device_info {{
-        cuda_compute_capability {{ major: {capability} {extension} }}
-        core_count: {cores} fpus_per_core: {fpus} clock_rate_ghz: {clock} l2_cache_size: {l2}
-        memory_bandwidth: {bandwidth:.0f} device_memory_size: {memory}
-        shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared - 1024} shared_memory_per_core: {shared}
-        threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-        block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-        registers_per_core_limit: 65536 registers_per_block_limit: 65536
-      }}
-      platform_name: "CUDA"
-      dnn_version_info {{ major: 9 minor: 10 }}
-      device_description_str: "{model}"
-    """
-    return Kind(
-        name, model, memory, link, network, stall=75e-6, flops=flops, bandwidth=bandwidth, host=host, target=target
-    )
-
-
-_AMPERE = {
-    "flops": 312e12, "capability": 8, "cores": 108, "fpus": 64, "shared": 167936, "l2": 41943040, "clock": 1.41,
-    "host": 32e9,
-}  # fmt: skip
-_HOPPER = {
-    "flops": 989e12, "capability": 9, "cores": 132, "fpus": 128, "shared": 233472, "l2": 52428800, "clock": 1.98,
-    "host": 64e9,
-}  # fmt: skip
-_BLACKWELL = {
-    "flops": 2250e12, "capability": 10, "cores": 148, "fpus": 128, "shared": 233472, "l2": 132644864, "clock": 1.965,
-    "host": 64e9,
-}  # fmt: skip
+_AMPERE = {"stall": 75e-6, "flops": 312e12, "host": 32e9}
+_HOPPER = {"stall": 75e-6, "flops": 989e12, "host": 64e9}
+_BLACKWELL = {"stall": 75e-6, "flops": 2250e12, "host": 64e9}
 
 # Memory: as the driver reports it. Links: one way, from the data sheets of NVIDIA's DGX A100, H100, H200 and B200:
 # NVLink through NVSwitch, and one network adapter for each GPU (HDR 200 Gb/s, NDR 400 Gb/s). FLOPs: of tensor cores.
@@ -155,15 +115,15 @@ _BLACKWELL = {
 KINDS = {
     kind.name.lower(): kind
     for kind in (
-        _gpu("A100-40", "NVIDIA A100-SXM4-40GB", 42_331_013_120, 300e9, 25e9, bandwidth=1.5552e12, **_AMPERE),
-        _gpu("A100-80", "NVIDIA A100-SXM4-80GB", 85_100_068_864, 300e9, 25e9, bandwidth=2.03904e12, **_AMPERE),
-        _gpu("H100", "NVIDIA H100 80GB HBM3", 84_942_979_072, 450e9, 50e9, bandwidth=3.35232e12, **_HOPPER),
-        _gpu("H200", "NVIDIA H200 141GB HBM3e", 151_397_597_184, 450e9, 50e9, bandwidth=4.8e12, **_HOPPER),
-        _gpu("B200", "NVIDIA B200", 191_514_411_008, 900e9, 50e9, bandwidth=7.67232e12, **_BLACKWELL),
+        Kind("A100-40", "NVIDIA A100-SXM4-40GB", 42_331_013_120, 300e9, 25e9, bandwidth=1.5552e12, **_AMPERE),
+        Kind("A100-80", "NVIDIA A100-SXM4-80GB", 85_100_068_864, 300e9, 25e9, bandwidth=2.03904e12, **_AMPERE),
+        Kind("H100", "NVIDIA H100 80GB HBM3", 84_942_979_072, 450e9, 50e9, bandwidth=3.35232e12, **_HOPPER),
+        Kind("H200", "NVIDIA H200 141GB HBM3e", 151_397_597_184, 450e9, 50e9, bandwidth=4.8e12, **_HOPPER),
+        Kind("B200", "NVIDIA B200", 191_514_411_008, 900e9, 50e9, bandwidth=7.67232e12, **_BLACKWELL),
         # A host: eight cores and two channels of memory; between processes through memory as over MPI (benchmarks), and
         # ten Gb/s between hosts. Over MPI an empty message takes 2 us, but a call in the midst of a program, which is
         # copied to and from, some more.
-        Kind("cpu", "CPU", 0, 3e9, 1.25e9, 4e-5, 3e-4, stall=1e-5, flops=1e12, bandwidth=40e9),
+        Kind("cpu", "CPU", 0, 3e9, 1.25e9, 4e-5, 3e-4, stall=1e-5, flops=1e12, bandwidth=40e9, is_cpu=True),
     )
 }
 
@@ -278,4 +238,4 @@ def asked_for(platform: str) -> Kind | None:
     kind = named(asked, f"JAXDIST_MACHINE={asked!r}")
     given = {name: getattr(kind, name) for name in (one.partition("=")[0] for one in asked.split(",")[1:])}
     base = VIRTUAL.kind if kind.is_cpu else kind
-    return dataclasses.replace(base, target="" if platform == "cpu" else KINDS["h100"].target, **given)
+    return dataclasses.replace(base, is_cpu=platform == "cpu", **given)

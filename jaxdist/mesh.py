@@ -144,9 +144,3 @@ def on_each_host(hosts: Sequence[Any]) -> int:
     size = each[hosts[0]]
     in_a_row = all(hosts[i] == hosts[i - i % size] for i in range(len(hosts)))
     return size if set(each.values()) == {size} and in_a_row else 0
-
-
-def in_host(hosts: Sequence[Any]) -> int:
-    """`on_each_host`, if there are several hosts of several devices; else 0."""
-    size = on_each_host(hosts)
-    return size if 1 < size < len(hosts) else 0
