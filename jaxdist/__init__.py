@@ -1,8 +1,4 @@
-"""jaxdist: train on many devices with a step written for one.
-
-The public names are listed in `__init__.pyi`, and imported when they are first asked for: the command that starts a job
-needs no JAX.
-"""
+"""jaxdist: train on many devices with a step written for one. `__init__.pyi` lists the public names."""
 
 import importlib.metadata
 from typing import Any
@@ -11,6 +7,7 @@ import lazy_loader
 
 from jaxdist import extras
 
+# Names are imported when they are first asked for: the command that starts a job needs no JAX.
 _import, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 

@@ -16,8 +16,6 @@ class JaxdistError(Exception):
       (<class 'jaxdist.JaxdistError'>, <class 'RuntimeError'>)
     """
 
-    __module__ = "jaxdist"
-
 
 class StepError(JaxdistError, TypeError):
     """A step cannot run on several devices.
@@ -30,8 +28,6 @@ class StepError(JaxdistError, TypeError):
         ...
       jaxdist.StepError: ppermute at ... names the permutation ((0, 1),), but inside a step the axis has ...
     """
-
-    __module__ = "jaxdist"  # where users find it: tracebacks name it so
 
 
 class CheckpointError(JaxdistError, RuntimeError):
@@ -47,8 +43,6 @@ class CheckpointError(JaxdistError, RuntimeError):
       jaxdist.CheckpointError: ...
     """
 
-    __module__ = "jaxdist"
-
 
 class DataError(JaxdistError, ValueError):
     """Data on disk is damaged, or a stream does not continue from a loader's state.
@@ -62,23 +56,21 @@ class DataError(JaxdistError, ValueError):
       jaxdist.DataError: .../about.json is missing or damaged: ...
     """
 
-    __module__ = "jaxdist"
-
 
 class SyncError(JaxdistError, RuntimeError):
     """State differs between ranks or devices. Raised by `jaxdist.check_sync` and ``check_every``."""
-
-    __module__ = "jaxdist"
 
 
 class ControlError(JaxdistError, RuntimeError):
     """Ranks make different calls, or a rank is missing or has left."""
 
-    __module__ = "jaxdist"
-
 
 class DonatedError(JaxdistError, RuntimeError):
     """An argument's memory was taken by an earlier call that donates it."""
+
+
+for _kind in (JaxdistError, StepError, CheckpointError, DataError, SyncError, ControlError):
+    _kind.__module__ = "jaxdist"  # where users find them: tracebacks name it so
 
 
 def message_of(error: object, words: Callable[[object], str] = str) -> str:

@@ -11,12 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-AXIS = "data"
-"""The name of the axis that splits the batch, and along which state is kept in shards."""
-GROUP = "group"
-"""The name of the axis before it in a mesh whose devices keep all of the state in each of several groups."""
-MODEL, SEQUENCE = "model", "sequence"
-"""The names of the axes that cut the state, and the second dimension of the batch."""
+AXIS = "data"  # the axis that splits the batch, and along which state is kept in shards
+GROUP = "group"  # the axis before it in a mesh whose devices keep all of the state in each of several groups
+MODEL, SEQUENCE = "model", "sequence"  # the axes that cut the state, and the second dimension of the batch
 NAMES = (MODEL, SEQUENCE, GROUP, AXIS)
 
 
@@ -51,8 +48,7 @@ def _mesh(devices: Any, sizes: Mapping[str, int]) -> Mesh:
     return Mesh(np.reshape(devices, [*sizes.values()]), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-Sizes = Mapping[str, int]
-"""The sizes of axes by name, one of which may be -1 for the remaining devices."""
+Sizes = Mapping[str, int]  # of axes by name, one of which may be -1 for the remaining devices
 
 
 def mesh_of(given: Sizes | Mesh, devices: Sequence[Any], owner: object = "the job") -> Mesh:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import sys
 
 
@@ -29,7 +28,4 @@ def write(text: str) -> None:
     data = memoryview(text.encode(errors="backslashreplace"))
     with contextlib.suppress(OSError):  # nobody reads it any more
         while data:
-            try:
-                data = data[os.write(2, data) :]
-            except BlockingIOError:  # a terminal that some other program has set so
-                select.select([], [2], [])
+            data = data[os.write(2, data) :]

@@ -21,7 +21,7 @@ ITEM = "default"  # orbax's CheckpointManager gives this name to the only item o
 UNFINISHED = ".orbax-checkpoint-tmp"  # orbax, too, treats such directories as unfinished
 _SPECIAL = re.compile(r"[*?\[\]\\]|:/")  # characters of a pattern or a URL
 _LOCK = ".jaxdist-lock"
-_held: dict[tuple[Path, int], int] = {}  # descriptors, by lock file and process
+_held: dict[Path, int] = {}  # lock files and their descriptors
 passed_over: set[Path] = set()
 """Damaged checkpoints that this process skipped for older ones; it will reach their steps again."""
 
@@ -102,26 +102,36 @@ def discard(directory: Path) -> None:
 
 
 def lock(path: Path) -> None:
-    """Make this process the only one to save into a directory, until it ends. A forked child has none of its locks."""
-    key = (file := path.resolve() / _LOCK), os.getpid()
-    if key in _held and os.fstat(_held[key]).st_nlink:  # not removed since
+    """Make this process the only one to save into a directory, until it ends."""
+    file = path.resolve() / _LOCK
+    if file in _held and os.fstat(_held[file]).st_nlink:  # not removed since
         return
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     said = os.pread(fd, 200, 0).decode(errors="replace")
     try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise CheckpointError(
+            f"a different job saves into {path}: {said!r}, according to {file}. To keep checkpoints apart, give each "
+            "job its own directory, or end that job"
+        ) from None
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
             os.close(fd)
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise
-            raise CheckpointError(
-                f"a different job saves into {path}: {said!r}, according to {file}. To keep checkpoints apart, give "
-                "each job its own directory, or end that job"
-            ) from None
+            raise
         say_once(f"{file} is on a file system without locks: make sure that one job at a time saves there")
-    _held[key] = fd  # stays open: closing any descriptor of the file would free the lock
+    _held[file] = fd
     since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     with contextlib.suppress(OSError):  # on a full disk: the lock counts, not the text
         os.truncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}, since {since}".encode(), 0)
+
+
+def _forget_locks() -> None:
+    """Close the locks in a forked child: they are its parent's."""
+    while _held:
+        os.close(_held.popitem()[1])
+
+
+os.register_at_fork(after_in_child=_forget_locks)

@@ -289,39 +289,28 @@ def test_after_going_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
         save(tmp_path, 15)
 
 
-@pytest.mark.parametrize("kind", ["leftover", "old", "link"])
+@pytest.mark.parametrize("kind", ["leftover", "old"])
 def test_what_cannot_be_removed_warns_once(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On NFS a file that someone reads stays, and so does its folder, or a step that was moved away: saving goes on."""
+    """On NFS a file that someone reads stays, and so does its folder: saving goes on."""
     run = tmp_path / "run"
     if kind == "leftover":
         (run / "7.abc.orbax-checkpoint-tmp").mkdir(parents=True)
     else:
         save(run, 1)
-    if kind == "link":
-        (run / "1").rename(tmp_path / "elsewhere")
-        (run / "1").symlink_to(tmp_path / "elsewhere")
-        assert jaxdist.restore(run, {"w": 0}) == {"w": 1}
 
     def busy(path: Path, **_: Any) -> None:
         raise OSError(16, "Device or resource busy", str(path))
 
     with monkeypatch.context() as patch:
-        if kind != "link":
-            patch.setattr(shutil, "rmtree", busy)
+        patch.setattr(shutil, "rmtree", busy)
         for step in (2, 3, 4):
             save(run, step, keep=3)
             assert jaxdist.restore(run, {"w": 0}) == {"w": step}
-    (told,) = {line.getMessage() for line in caplog.records}
-    assert str(run) in told if kind == "link" else "busy" in told  # Python 3.13's error about links has no words
-    assert len(caplog.records) == 1
+    assert ["busy" in line.getMessage() for line in caplog.records] == [True]
     save(run, 9, keep=1)
-    if kind == "link":
-        assert "9" in there(run)
-        assert (tmp_path / "elsewhere" / "manifest.json").exists()
-    else:
-        assert there(run) == ["9"]
+    assert there(run) == ["9"]
 
 
 def test_a_folder_that_was_removed(tmp_path: Path) -> None:

@@ -90,15 +90,3 @@ def test_tars(tmp_path: Path) -> None:
                 tar.addfile(info, io.BytesIO(raw))
     rows = webdataset.WebDataset(files, shardshuffle=False).decode().to_tuple("cls").map(lambda row: row[0])
     check(rows, window=16)
-
-
-def test_array_records(tmp_path: Path) -> None:
-    writer = installed("array_record.python.array_record_module")
-    path = str(tmp_path / "x.array_record")
-    file = writer.ArrayRecordWriter(path, "group_size:1")
-    for i in range(N):
-        file.write(np.int64(i).tobytes())
-    file.close()
-    source = grain.sources.ArrayRecordDataSource(path)
-    loader = make(source, 4, tail="keep", transform=lambda raw: np.frombuffer(raw, np.int64)[0])
-    assert sorted(np.concatenate(list(loader)).tolist()) == list(range(N))
