@@ -184,8 +184,7 @@ class Machine:
         return flops / self.kind.rate(dtype) + touched / self.kind.bandwidth
 
 
-VIRTUAL = Machine(KINDS["cpu"].of_host(_FOLD))
-"""CPUs: processes, or several devices of one process that stand for others."""
+VIRTUAL = Machine(KINDS["cpu"].of_host(_FOLD))  # processes, or several devices of one process that stand for others
 
 
 @functools.cache
