@@ -102,9 +102,9 @@ _OF_BFLOAT16 = {32: 1 / 2, 64: 1 / 15, 128: 1 / 15}
 _OF_FLOAT32 = {64: 1 / 2, 128: 1 / 2}
 
 
-_AMPERE = {"stall": 75e-6, "flops": 312e12, "host": 32e9}
-_HOPPER = {"stall": 75e-6, "flops": 989e12, "host": 64e9}
-_BLACKWELL = {"stall": 75e-6, "flops": 2250e12, "host": 64e9}
+_AMPERE: dict[str, Any] = {"stall": 75e-6, "flops": 312e12, "host": 32e9}
+_HOPPER: dict[str, Any] = {"stall": 75e-6, "flops": 989e12, "host": 64e9}
+_BLACKWELL: dict[str, Any] = {"stall": 75e-6, "flops": 2250e12, "host": 64e9}
 
 # Memory: as the driver reports it. Links: one way, from the data sheets of NVIDIA's DGX A100, H100, H200 and B200:
 # NVLink through NVSwitch, and one network adapter for each GPU (HDR 200 Gb/s, NDR 400 Gb/s). FLOPs: of tensor cores.
