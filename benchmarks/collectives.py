@@ -1,4 +1,4 @@
-"""jaxdist's eager collectives, raw mpi4py on NumPy buffers, and torch's gloo: two processes, one core each.
+"""jaxdist's eager collectives, mpi4jax in jax.jit, mpi4py on NumPy buffers, torch's gloo: two processes, a core each.
 
     python benchmarks/collectives.py --torch PYTHON --json c.json --markdown c.md --png c.png
 
@@ -23,6 +23,7 @@ SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
 SYSTEMS = {
     "jaxdist mpi": ["collectives:of_jaxdist", "mpi"],
     "jaxdist xla": ["collectives:of_jaxdist", "xla"],
+    "mpi4jax": ["collectives:of_mpi4jax"],
     "mpi4py": ["collectives:of_mpi4py"],
     "torch gloo": ["collectives:of_torch"],
 }
@@ -40,6 +41,28 @@ def of_jaxdist(communicator: str) -> Callable[[str], Variant]:
         op, size = name.split()
         x = jax.random.normal(jax.random.key(ctx.rank), (int(size) // 4,))
         return _variant(lambda: jax.block_until_ready(getattr(jaxdist, op)(x)))
+
+    return call
+
+
+def of_mpi4jax() -> Callable[[str], Variant]:
+    """Call compiled programs of one collective. There is no reduce-scatter."""
+    import jax
+    import mpi4jax
+    from mpi4py import MPI
+
+    def call(name: str) -> Variant:
+        op, size = name.split()
+        x = jax.random.normal(jax.random.key(RANK), (int(size) // 4,))
+        calls: dict[str, Callable[[Any], Any]] = {
+            "allreduce": lambda x: mpi4jax.allreduce(x, op=MPI.SUM),
+            "reduce_scatter": lambda x: mpi4jax.allreduce(x, op=MPI.SUM).reshape(SIZE, -1)[RANK],
+            "allgather": mpi4jax.allgather,
+            "all_to_all": lambda x: mpi4jax.alltoall(x.reshape(SIZE, -1)),
+            "broadcast": lambda x: mpi4jax.bcast(x, 0),
+        }
+        program = jax.jit(calls[op])
+        return _variant(lambda: jax.block_until_ready(program(x)))
 
     return call
 

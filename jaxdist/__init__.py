@@ -1,18 +1,13 @@
-"""jaxdist: train on many devices with a step written for one.
-
-The public names are listed in `__init__.pyi`, and imported when they are first asked for: the command that starts a job
-needs no JAX.
-"""
+"""jaxdist: train on many devices with a step written for one. `__init__.pyi` lists the public names."""
 
 import importlib.metadata
 from typing import Any
 
 import lazy_loader
 
-from jaxdist import extras, streams
+from jaxdist import extras
 
-streams.open_closed()  # before a socket of a library's gets the number of one
-
+# Names are imported when they are first asked for: the command that starts a job needs no JAX.
 _import, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 

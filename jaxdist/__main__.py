@@ -6,10 +6,7 @@ from types import FrameType
 
 
 def main() -> None:
-    """Runs the command. Ctrl-C before it has begun is one line: imports may take a second.
-
-    Not by a KeyboardInterrupt, which code that runs during an import may swallow.
-    """
+    """Run the command; Ctrl-C before it has begun is one line, since imports may take a second."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import cast
 
 _LONGEST = 10_000  # characters of an exception's message that go to other ranks
 
@@ -19,8 +16,6 @@ class JaxdistError(Exception):
       (<class 'jaxdist.JaxdistError'>, <class 'RuntimeError'>)
     """
 
-    __module__ = "jaxdist"
-
 
 class StepError(JaxdistError, TypeError):
     """A step cannot run on several devices.
@@ -33,8 +28,6 @@ class StepError(JaxdistError, TypeError):
         ...
       jaxdist.StepError: ppermute at ... names the permutation ((0, 1),), but inside a step the axis has ...
     """
-
-    __module__ = "jaxdist"  # where users find it: tracebacks name it so
 
 
 class CheckpointError(JaxdistError, RuntimeError):
@@ -50,8 +43,6 @@ class CheckpointError(JaxdistError, RuntimeError):
       jaxdist.CheckpointError: ...
     """
 
-    __module__ = "jaxdist"
-
 
 class DataError(JaxdistError, ValueError):
     """Data on disk is damaged, or a stream does not continue from a loader's state.
@@ -65,36 +56,34 @@ class DataError(JaxdistError, ValueError):
       jaxdist.DataError: .../about.json is missing or damaged: ...
     """
 
-    __module__ = "jaxdist"
-
 
 class SyncError(JaxdistError, RuntimeError):
     """State differs between ranks or devices. Raised by `jaxdist.check_sync` and ``check_every``."""
 
-    __module__ = "jaxdist"
-
 
 class ControlError(JaxdistError, RuntimeError):
     """Ranks make different calls, or a rank is missing or has left."""
-
-    __module__ = "jaxdist"
 
 
 class DonatedError(JaxdistError, RuntimeError):
     """An argument's memory was taken by an earlier call that donates it."""
 
 
+for _kind in (JaxdistError, StepError, CheckpointError, DataError, SyncError, ControlError):
+    _kind.__module__ = "jaxdist"  # where users find them: tracebacks name it so
+
+
 def message_of(error: object, words: Callable[[object], str] = str) -> str:
-    """Return the message of an exception, even if its class overrides `str`; only the start of a very long one."""
+    """Return the message of an exception, even if its class can't say it; only the start of a very long one."""
     try:
-        text = str.__str__(words(error))  # not of a class of the user's that can be formatted in its own way only
-    except BaseException:  # Python's own tracebacks do the same
-        text = "<exception str() failed>" if words is str else object.__repr__(error)
+        text = words(error)
+    except Exception:  # Python's own tracebacks do the same
+        text = "<exception str() failed>"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text):,} characters)"
 
 
 def in_words(error: BaseException) -> str:
-    """The type and the message of an exception; of a group, of the first that it holds, too."""
+    """Return the type and the message of an exception; of a group, of the first that it holds, too."""
     text = ": ".join(filter(None, (type(error).__name__, message_of(error))))
     first = next(leaves(error))
     return text if first is error else f"{text}; the first is {in_words(first)}"
@@ -102,18 +91,8 @@ def in_words(error: BaseException) -> str:
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
     """Yield the exceptions of a group and of groups in it; for any other exception, itself."""
-    left = [error]
-    while left:
-        one = left.pop()
-        if issubclass(type(one), BaseExceptionGroup):  # isinstance asks `__class__`, which may be the user's
-            left += reversed(cast("BaseExceptionGroup[BaseException]", one).exceptions)
-        else:
-            yield one
-
-
-def printed(error: BaseException, trace: TracebackType | None) -> str:
-    """An exception with its traceback as Python prints it, as far as its class allows that."""
-    try:
-        return "".join(traceback.format_exception(type(error), error, trace))
-    except BaseException:  # attributes that Python asks for, `__cause__` say, raise
-        return "".join(["Traceback (most recent call last):\n", *traceback.format_tb(trace), in_words(error), "\n"])
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            yield from leaves(one)
+    else:
+        yield error

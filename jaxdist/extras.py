@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
+# The extra that brings each package.
 EXTRAS = {"grain": "data", "orbax.checkpoint": "checkpoint", "tensorstore": "checkpoint"}
-"""The extra that brings each package."""
 
 
 def missing(package: str, feature: str) -> ImportError:

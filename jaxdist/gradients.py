@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from jax import lax
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Aux = TypeVar("Aux")
 
 
 def value_and_grad(
@@ -28,19 +27,16 @@ def value_and_grad(
 ) -> Callable[P, tuple[R, Any]]:
     """Return ``jax.value_and_grad(fun)`` with gradient accumulation: the mean over microbatches, computed one by one.
 
-    In a decorated step, each device adds the gradients of its microbatches, and they are reduced over the devices once.
-    Microbatch i of k contains the examples ``i::k``, so each device keeps its own examples.
+    In a decorated step, gradients are reduced over the devices once. Microbatch i of k has the examples ``i::k``.
 
     Args:
       fun: ``fun(*args, **kwargs) -> loss``, or ``(loss, aux)`` with `has_aux`. The loss must be a mean over the
-        examples; for a sum or a weighted mean, the mean over microbatches is a different number.
+        examples.
       argnums: the arguments to differentiate.
       has_aux: see `jax.value_and_grad`, as for `holomorphic` and `allow_int`.
-      microbatches: the number k of equal parts. Only one part's activations are in memory at a time. In `aux`, leaves
-        with one entry per example are returned in the batch's order, other integers are summed, and other floats are
-        averaged.
-      batch_argnums: the positions of the batch among the arguments, whose first dimension is the number of examples.
-        The default is the last argument, if no other argument has more entries.
+      microbatches: the number k of equal parts, of which only one has its activations in memory. In `aux`, leaves with
+        one entry per example keep the batch's order, other integers are summed, and other floats are averaged.
+      batch_argnums: the positions of the batch. The default is the last argument, if no other has more entries.
 
     Returns:
       A function with the arguments of `fun` that returns ``(loss, gradients)`` or ``((loss, aux), gradients)``.
@@ -56,7 +52,7 @@ def value_and_grad(
       9.0
 
     References:
-      Goyal et al., arXiv 1706.02677, section 3; ``torch.nn.parallel.DistributedDataParallel.no_sync``.
+      Goyal et al., arXiv 1706.02677, section 3.
     """
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"microbatches={microbatches!r}: a positive integer")
@@ -90,31 +86,10 @@ def value_and_grad(
     return wrapped
 
 
-@overload
 def grad(
-    fun: Callable[P, tuple[Any, Aux]], argnums: int | Sequence[int] = ..., *, has_aux: Literal[True], **settings: Any
-) -> Callable[P, tuple[Any, Aux]]: ...
-@overload
-def grad(
-    fun: Callable[P, Any],
-    argnums: int | Sequence[int] = ...,
-    has_aux: bool = ...,
-    holomorphic: bool = ...,
-    allow_int: bool = ...,
-    **settings: Any,
-) -> Callable[P, Any]: ...
-def grad(
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    allow_int: bool = False,
-    **settings: Any,
-) -> Callable[..., Any]:
-    """Return ``jax.grad(fun)`` with the settings of `jaxdist.value_and_grad`.
-
-    Args:
-      fun: see `jaxdist.value_and_grad`, as for the other arguments.
+    fun: Callable[P, Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **settings: Any
+) -> Callable[P, Any]:
+    """Return ``jax.grad(fun)`` with the arguments of `jaxdist.value_and_grad`.
 
     Returns:
       A function that returns the gradients, or ``(gradients, aux)`` with `has_aux`.
@@ -124,7 +99,7 @@ def grad(
       >>> jaxdist.grad(lambda w: jnp.sum(w ** 2))(jnp.ones(2)).tolist()
       [2.0, 2.0]
     """
-    both = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int, **settings)
+    both = value_and_grad(fun, argnums, has_aux, **settings)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,6 @@
 """The devices that a step is placed for: how fast they compute, and the links between them.
 
-The speed of a device is its `Kind`'s, from the table or from `JAXDIST_MACHINE`; nothing is measured. The link that an
-axis of a mesh uses follows from the hosts of its devices. Everything that weighs computing again against
+Speeds are from the table or from `JAXDIST_MACHINE`; nothing is measured. Whatever weighs computing again against
 sending, or a few messages against many bytes, asks a `Machine` for seconds.
 """
 
@@ -21,24 +20,18 @@ from jax.sharding import Mesh
 
 from jaxdist.mesh import GROUP, Axis, along, axes_of_mesh
 
-REACHED = 0.4
-"""The part of a device's FLOPs that a step of large products is taken to reach, its other operations included."""
-
+REACHED = 0.4  # the part of a device's FLOPs that a step of large products reaches, its other operations included
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-
-_ACCELERATED = "feature_extension: ACCELERATED_FEATURES"
+# Time per byte of an exchange relative to an all-reduce on CPUs, since parts are copied: the geometric mean over Open
+# MPI and gloo of 0.25, 1.6 and 8 MB, two ranks with a core each.
 _REARRANGED = 1.7
-"""Time per byte of an exchange relative to an all-reduce on CPUs: parts are copied before and
-after. The geometric mean over Open MPI and gloo of 0.25, 1.6 and 8 MB, two ranks with a core each."""
 _FOLD = 8  # devices of a host of CPUs
 
 
 def ring_factor(kind: str, devices: int) -> float:
-    """Bytes that each device of a ring sends, relative to the whole array (for an all-to-all, to its own part).
-
-    Source: Patarasuk and Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, JPDC 2009.
-    """
+    """Return the bytes that a ring's device sends, relative to the whole array (in an all-to-all, to its part)."""
     if kind == "all-reduce":
+        # Patarasuk and Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, JPDC 2009.
         return 2 * (devices - 1) / devices
     if kind in ("reduce-scatter", "all-gather", "all-to-all"):
         return (devices - 1) / devices
@@ -84,12 +77,7 @@ class Kind:
     flops: float = 0
     bandwidth: float = 0  # bytes per second that it reads or writes in its memory
     host: float = 0  # bytes per second between it and its host's memory, each way
-    target: str = ""  # the description of a GPU for XLA's compiler, a text proto; empty for a CPU
-
-    @property
-    def is_cpu(self) -> bool:
-        """Check whether it is a CPU, which uses its host's memory and sends sums of 16-bit floats in 32 bits."""
-        return not self.target
+    is_cpu: bool = False  # which uses its host's memory, and sends sums of 16-bit floats in 32 bits
 
     @property
     def usable(self) -> int:
@@ -114,43 +102,9 @@ _OF_BFLOAT16 = {32: 1 / 2, 64: 1 / 15, 128: 1 / 15}
 _OF_FLOAT32 = {64: 1 / 2, 128: 1 / 2}
 
 
-def _gpu(
-    name: str, model: str, memory: int, link: float, network: float, *,
-    capability: int, cores: int, fpus: int, shared: int, l2: int, clock: float, bandwidth: float, flops: float,
-    host: float,
-) -> Kind:  # fmt: skip
-    extension = _ACCELERATED if capability >= 9 else ""
-    target = f"""
-      gpu_device_info {{
-        cuda_compute_capability {{ major: {capability} {extension} }}
-        core_count: {cores} fpus_per_core: {fpus} clock_rate_ghz: {clock} l2_cache_size: {l2}
-        memory_bandwidth: {bandwidth:.0f} device_memory_size: {memory}
-        shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared - 1024} shared_memory_per_core: {shared}
-        threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-        block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-        registers_per_core_limit: 65536 registers_per_block_limit: 65536
-      }}
-      platform_name: "CUDA"
-      dnn_version_info {{ major: 9 minor: 10 }}
-      device_description_str: "{model}"
-    """
-    return Kind(
-        name, model, memory, link, network, stall=75e-6, flops=flops, bandwidth=bandwidth, host=host, target=target
-    )
-
-
-_AMPERE = {
-    "flops": 312e12, "capability": 8, "cores": 108, "fpus": 64, "shared": 167936, "l2": 41943040, "clock": 1.41,
-    "host": 32e9,
-}  # fmt: skip
-_HOPPER = {
-    "flops": 989e12, "capability": 9, "cores": 132, "fpus": 128, "shared": 233472, "l2": 52428800, "clock": 1.98,
-    "host": 64e9,
-}  # fmt: skip
-_BLACKWELL = {
-    "flops": 2250e12, "capability": 10, "cores": 148, "fpus": 128, "shared": 233472, "l2": 132644864, "clock": 1.965,
-    "host": 64e9,
-}  # fmt: skip
+_AMPERE: dict[str, Any] = {"stall": 75e-6, "flops": 312e12, "host": 32e9}
+_HOPPER: dict[str, Any] = {"stall": 75e-6, "flops": 989e12, "host": 64e9}
+_BLACKWELL: dict[str, Any] = {"stall": 75e-6, "flops": 2250e12, "host": 64e9}
 
 # Memory: as the driver reports it. Links: one way, from the data sheets of NVIDIA's DGX A100, H100, H200 and B200:
 # NVLink through NVSwitch, and one network adapter for each GPU (HDR 200 Gb/s, NDR 400 Gb/s). FLOPs: of tensor cores.
@@ -158,26 +112,22 @@ _BLACKWELL = {
 KINDS = {
     kind.name.lower(): kind
     for kind in (
-        _gpu("A100-40", "NVIDIA A100-SXM4-40GB", 42_331_013_120, 300e9, 25e9, bandwidth=1.5552e12, **_AMPERE),
-        _gpu("A100-80", "NVIDIA A100-SXM4-80GB", 85_100_068_864, 300e9, 25e9, bandwidth=2.03904e12, **_AMPERE),
-        _gpu("H100", "NVIDIA H100 80GB HBM3", 84_942_979_072, 450e9, 50e9, bandwidth=3.35232e12, **_HOPPER),
-        _gpu("H200", "NVIDIA H200 141GB HBM3e", 151_397_597_184, 450e9, 50e9, bandwidth=4.8e12, **_HOPPER),
-        _gpu("B200", "NVIDIA B200", 191_514_411_008, 900e9, 50e9, bandwidth=7.67232e12, **_BLACKWELL),
+        Kind("A100-40", "NVIDIA A100-SXM4-40GB", 42_331_013_120, 300e9, 25e9, bandwidth=1.5552e12, **_AMPERE),
+        Kind("A100-80", "NVIDIA A100-SXM4-80GB", 85_100_068_864, 300e9, 25e9, bandwidth=2.03904e12, **_AMPERE),
+        Kind("H100", "NVIDIA H100 80GB HBM3", 84_942_979_072, 450e9, 50e9, bandwidth=3.35232e12, **_HOPPER),
+        Kind("H200", "NVIDIA H200 141GB HBM3e", 151_397_597_184, 450e9, 50e9, bandwidth=4.8e12, **_HOPPER),
+        Kind("B200", "NVIDIA B200", 191_514_411_008, 900e9, 50e9, bandwidth=7.67232e12, **_BLACKWELL),
         # A host: eight cores and two channels of memory; between processes through memory as over MPI (benchmarks), and
         # ten Gb/s between hosts. Over MPI an empty message takes 2 us, but a call in the midst of a program, which is
         # copied to and from, some more.
-        Kind("cpu", "CPU", 0, 3e9, 1.25e9, 4e-5, 3e-4, stall=1e-5, flops=1e12, bandwidth=40e9),
+        Kind("cpu", "CPU", 0, 3e9, 1.25e9, 4e-5, 3e-4, stall=1e-5, flops=1e12, bandwidth=40e9, is_cpu=True),
     )
 }
 
 
 def fraction() -> float:
     """The part of a GPU's memory that JAX's allocator may take."""
-    value = os.environ.get(FRACTION) or 0.75
-    try:
-        return float(value)
-    except ValueError:
-        raise ValueError(f"{FRACTION}={value!r}: expected a number, such as 0.75") from None
+    return float(os.environ.get(FRACTION) or 0.75)
 
 
 @dataclass(frozen=True)
@@ -194,16 +144,12 @@ class Machine:
         return not self.kind.is_cpu
 
     def over(self, mesh: Mesh) -> Machine:
-        """The same, with the link of each axis of a mesh.
-
-        Where devices are in groups the user said so, because it is far from one to the other: these links are those
-        between hosts.
-        """
+        """Return the same with the link of each axis of a mesh."""
         axes = axes_of_mesh(mesh)
         everyone = (tuple(range(mesh.size)),)
         links = tuple(
             (axis.name, self._link(axis, *self.speed(along(axes, [axis.name]) or everyone)))
-            for axis in axes if axis.name != GROUP
+            for axis in axes if axis.name != GROUP  # far apart, so the user says: always the network
         )  # fmt: skip
         return dataclasses.replace(self, links=links)
 
@@ -214,16 +160,12 @@ class Machine:
         return dict(self.links).get(axis.name) or self._link(axis, bandwidth, latency)
 
     def speed(self, groups: Sequence[Sequence[int]]) -> tuple[float, float]:
-        """The slowest link of a ring through each group of devices.
-
-        Between hosts there are as many rings as a host has devices of the group, each through a network adapter of its
-        own.
-        """
+        """Return bandwidth and latency of the slowest link of a ring through each group of devices."""
         kind = self.kind
         slowest, latency = kind.link, kind.latency
         for group in groups if self.hosts else ():
             on_host = Counter(self.hosts[device] for device in group)
-            if len(on_host) > 1:
+            if len(on_host) > 1:  # a ring, with an adapter of its own, for each device of the host
                 slowest = min(slowest, kind.network * min(on_host.values()))
                 latency = kind.network_latency
         return slowest, latency
@@ -242,8 +184,7 @@ class Machine:
         return flops / self.kind.rate(dtype) + touched / self.kind.bandwidth
 
 
-VIRTUAL = Machine(KINDS["cpu"].of_host(_FOLD))
-"""CPUs: processes, or several devices of one process that stand for others."""
+VIRTUAL = Machine(KINDS["cpu"].of_host(_FOLD))  # processes, or several devices of one process that stand for others
 
 
 @functools.cache
@@ -289,4 +230,4 @@ def asked_for(platform: str) -> Kind | None:
     kind = named(asked, f"JAXDIST_MACHINE={asked!r}")
     given = {name: getattr(kind, name) for name in (one.partition("=")[0] for one in asked.split(",")[1:])}
     base = VIRTUAL.kind if kind.is_cpu else kind
-    return dataclasses.replace(base, target="" if platform == "cpu" else KINDS["h100"].target, **given)
+    return dataclasses.replace(base, is_cpu=platform == "cpu", **given)

@@ -17,20 +17,17 @@ R = TypeVar("R")
 
 
 def per_device(fn: Callable[P, R], in_specs: Any, out_specs: Any, *, check_vma: bool = True) -> Callable[P, R]:
-    """Run a function on every device, on that device's part of the arguments.
+    """Run a function on every device, on that device's part of the arguments: ``jax.shard_map`` over the job's mesh.
 
-    Use it for results that differ from a single device: statistics of each device's part (BatchNorm as in PyTorch's
-    DDP), kernels, your own collectives (`jax.lax.psum`, `jaxdist.allreduce`), or different random numbers on each
-    device (``jax.random.fold_in(key, jax.lax.axis_index("data"))``). It is ``jax.shard_map`` over the mesh of the
-    decorated step, or outside a step over the mesh of the job. It is differentiable.
+    Use it for results that differ from a single device: each device's own statistics or random numbers, kernels, your
+    own collectives (`jax.lax.psum`, `jaxdist.allreduce`). It is differentiable, inside and outside a step.
 
     Args:
       fn: a function of one device's arrays, or pytrees of them.
-      in_specs: how to split each argument, as in `jax.shard_map`: ``PartitionSpec("data")`` along its first dimension,
-        ``PartitionSpec()`` for the whole array. On a mesh with several axes, it may name each of them.
+      in_specs: how to split each argument: ``PartitionSpec("data")`` along its first dimension, ``PartitionSpec()`` for
+        the whole array.
       out_specs: how to join the results.
-      check_vma: see `jax.shard_map`: let JAX check that results which `out_specs` calls identical on all devices are.
-        Kernels need False.
+      check_vma: check that results which `out_specs` calls identical on all devices are. Kernels need False.
 
     Returns:
       A function of whole arrays.

@@ -11,12 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-AXIS = "data"
-"""The name of the axis that splits the batch, and along which state is kept in shards."""
-GROUP = "group"
-"""The name of the axis before it in a mesh whose devices keep all of the state in each of several groups."""
-MODEL, SEQUENCE = "model", "sequence"
-"""The names of the axes that cut the state, and the second dimension of the batch."""
+AXIS = "data"  # the axis that splits the batch, and along which state is kept in shards
+GROUP = "group"  # the axis before it in a mesh whose devices keep all of the state in each of several groups
+MODEL, SEQUENCE = "model", "sequence"  # the axes that cut the state, and the second dimension of the batch
 NAMES = (MODEL, SEQUENCE, GROUP, AXIS)
 
 
@@ -51,8 +48,7 @@ def _mesh(devices: Any, sizes: Mapping[str, int]) -> Mesh:
     return Mesh(np.reshape(devices, [*sizes.values()]), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-Sizes = Mapping[str, int]
-"""The sizes of axes by name, one of which may be -1 for the remaining devices."""
+Sizes = Mapping[str, int]  # of axes by name, one of which may be -1 for the remaining devices
 
 
 def mesh_of(given: Sizes | Mesh, devices: Sequence[Any], owner: object = "the job") -> Mesh:
@@ -79,8 +75,7 @@ def axes_of_mesh(mesh: Mesh) -> tuple[Axis, ...]:
 
 
 def passes(mesh: Mesh) -> tuple[Axis, ...]:
-    """The axes of a mesh with several devices, or one if there is none, in the order in which a step is placed over
-    them: what cuts the state, then the examples from inside, then the batch."""
+    """Return the axes with several devices (one if there is none), in the order in which a step is placed over them."""
     axes = [Axis(name, mesh.shape[name]) for name in NAMES if name in mesh.shape]
     return tuple(axis for axis in axes if axis.size > 1) or tuple(axes[-1:])
 
@@ -101,10 +96,7 @@ def ranks_of(mesh: Mesh) -> tuple[int, ...]:
 
 @functools.cache
 def parts_of_batch(mesh: Mesh, in_lanes: bool = False) -> tuple[tuple[int, ...], ...]:
-    """For each part of a batch the processes that pass it: there is a part for each place on the axis of data.
-
-    Processes that have a part in common have all of theirs in common, and each has as many.
-    """
+    """Return, for each place on the axis of data, the processes that pass that part of a batch."""
     k = mesh.axis_names.index(AXIS) if AXIS in mesh.axis_names else None
     rows = [mesh.devices.ravel()] if k is None else np.moveaxis(mesh.devices, k, 0).reshape(mesh.devices.shape[k], -1)
     parts = tuple(tuple(sorted({d.process_index for d in row})) for row in rows)
@@ -148,9 +140,3 @@ def on_each_host(hosts: Sequence[Any]) -> int:
     size = each[hosts[0]]
     in_a_row = all(hosts[i] == hosts[i - i % size] for i in range(len(hosts)))
     return size if set(each.values()) == {size} and in_a_row else 0
-
-
-def in_host(hosts: Sequence[Any]) -> int:
-    """`on_each_host`, if there are several hosts of several devices; else 0."""
-    size = on_each_host(hosts)
-    return size if 1 < size < len(hosts) else 0

@@ -34,8 +34,7 @@ def loss_scale(opt_state: Any) -> jax.Array:
     """Return the factor for the loss, so that small gradients do not become 0 in float16.
 
     Args:
-      opt_state: the state of an optimizer with ``zero(tx, precision=...)``, or a state that contains it, such as a
-        ``TrainState``.
+      opt_state: a tree that contains the state of one optimizer with ``zero(tx, precision=...)``.
 
     Returns:
       A float32 scalar: the scale with ``"fp16"``, 1 with ``"bf16"``. ``tx.update`` divides the gradients by it.

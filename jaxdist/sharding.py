@@ -39,37 +39,30 @@ def zero(
 ) -> optax.GradientTransformationExtraArgs:
     """Shard the state of `tx`, the gradients, and the parameters over the devices of a decorated step (ZeRO).
 
-    The rest of the step and its results do not change. Each device keeps and updates one slice of each leaf; leaves
-    with fewer entries than devices stay whole. Each matrix that an optimizer needs as a whole (Muon, Shampoo, SOAP,
-    GaLore) is sent to one device and back; other operations that need a whole value gather it. Outside a decorated
-    step, the result behaves like `tx`. Wrap the complete optimizer: state of transformations outside of `zero` stays
-    whole on each device.
+    Results do not change. Each device updates one slice of each leaf; leaves with fewer entries than devices stay
+    whole. A matrix that an optimizer needs whole (Muon, Shampoo) is sent to one device and back. Wrap the complete
+    optimizer.
 
     Args:
       tx: any optax transformation.
-      level: the values to shard, with the bytes per parameter on each of N devices (float32, Adam). 0: nothing (16). 1:
-        the optimizer state (8 + 8/N). 2: the gradients too (4 + 12/N). 3: the parameters too (16/N), which are gathered
-        where the forward and backward passes use them, one layer at a time under ``jax.lax.scan``, and stay sharded
-        between steps (see `jaxdist.unshard`). Level 3 needs ``tx.update(grads, opt_state, params)``.
-      within: the devices that share a leaf: all (None), those of each host (``"host"``), or this many in a row. Each
-        group holds the whole leaf (hybrid sharding), so only slices of gradients are sent between groups.
-      split: ``"owners"`` computes each whole matrix on one device. ``"slices"`` uses all devices where possible, for a
-        few very large matrices. None chooses the faster one by FLOPs and bytes.
-      offload: keep the optimizer state in host memory between steps. It crosses PCIe twice per step. No effect on CPUs.
-      precision: ``"bf16"`` or ``"fp16"`` for parameters in 16 bits. `tx` then updates a float32 copy, made by
-        ``tx.init`` and stored as ``opt_state.master``; the parameters are the copy, rounded. With ``"fp16"``, multiply
-        the loss by `jaxdist.loss_scale` before differentiating; the update divides by it. If gradients are not finite,
-        the step changes nothing and halves the scale; after 2000 good steps the scale doubles.
+      level: what to shard, with the bytes per parameter on each of N devices (float32, Adam). 0: nothing (16). 1: the
+        optimizer state (8 + 8/N). 2: gradients too (4 + 12/N). 3: parameters too (16/N), gathered where they are used;
+        needs ``tx.update(grads, opt_state, params)``.
+      within: the devices that share a leaf: all (None), those of each host (``"host"``), or this many in a row. Only
+        slices of gradients are sent between groups (hybrid sharding).
+      split: ``"owners"`` computes each whole matrix on one device, ``"slices"`` on all where possible. None chooses.
+      offload: keep the optimizer state in host memory between steps. No effect on CPUs.
+      precision: ``"bf16"`` or ``"fp16"`` for parameters in 16 bits, rounded from a float32 copy that `tx` updates. With
+        ``"fp16"``, multiply the loss by `jaxdist.loss_scale`; the update divides by it.
 
     Returns:
-      A transformation with the states, updates, and extra arguments of `tx`. With `precision`, its state has the
-      attributes `master`, `inner` (the state of `tx`), and `loss_scale`.
+      A transformation with the states and arguments of `tx`. With `precision`, its state has `master` (the copy),
+      `inner` (the state of `tx`), and `loss_scale`.
 
     Raises:
       TypeError: `tx` is not a gradient transformation, or `offload` is not a bool.
-      ValueError: an invalid `level`, `within`, `split`, or `precision`; `offload` at level 0; (from ``update``) state
-        or gradients that do not match the parameters, or no parameter in the 16 bits of `precision`; (at compilation)
-        groups that do not divide the devices, devices that cannot use host memory, or level 3 without parameters.
+      ValueError: an argument is invalid; (at compilation) groups do not divide the devices, devices cannot use host
+        memory, or level 3 without parameters.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxdist, optax
@@ -79,14 +72,13 @@ def zero(
       ...     grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
       ...     updates, opt_state = tx.update(grads, opt_state, w)
       ...     return optax.apply_updates(w, updates), opt_state
-      >>> w = jnp.ones(3)
-      >>> w, opt_state = step(w, tx.init(w), jnp.ones((8, 3)))
+      >>> w, opt_state = step(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones((8, 3)))
       >>> [round(float(x), 3) for x in w]
       [0.9, 0.9, 0.9]
 
     References:
-      Rajbhandari et al., *ZeRO*, arXiv 1910.02054; Zhao et al., *PyTorch FSDP*, VLDB 2023, section 3.2.2 (hybrid
-      sharding); Micikevicius et al., *Mixed Precision Training*, arXiv 1710.03740, section 3.
+      Rajbhandari et al., *ZeRO*, arXiv 1910.02054; Zhao et al., *PyTorch FSDP*, VLDB 2023, section 3.2.2;
+      Micikevicius et al., *Mixed Precision Training*, arXiv 1710.03740.
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise TypeError(f"zero takes an optax gradient transformation (init and update), not {tx!r}")
@@ -121,8 +113,6 @@ def zero(
         if not inside_step():
             _say_that_it_is_outside(started())
             return inner.update(updates, state, params, **extra)
-        if level:
-            _check(inner, updates, state, params, extra)
         return inner.update(
             updates if _of_each_example(updates, params) else marked(updates, "gradient", offload=offload),
             marked(state, "state", offload=offload),
@@ -144,20 +134,17 @@ def _say_that_it_is_outside(ctx: Context | None) -> None:
 
 
 def shard(tree: Any, within: Within = None) -> Any:
-    """Shard the leaves of a tree, as `zero` shards parameters at level 3.
+    """Shard the leaves of a tree that `zero` does not manage, such as a moving average. Every process calls it.
 
-    Use it for trees that `zero` does not manage, such as a moving average of the parameters. Decorated steps keep
-    sharded leaves sharded. Leaves with fewer entries than devices, and leaves that are not numeric arrays, are whole on
-    each device. Every process must call it.
+    Decorated steps keep sharded leaves sharded. Leaves with fewer entries than devices stay whole.
 
     Args:
-      tree: arrays, the same on every process; rank 0's are used. In a decorated step, values that may be returned
-        sharded.
+      tree: arrays; rank 0's are used. In a decorated step, values that may be returned sharded.
       within: see `zero`.
 
     Returns:
-      The tree with global arrays as leaves. If the devices do not divide a dimension, the leaf is a `Padded` with the
-      shape and dtype of the array, which ``numpy.asarray`` accepts.
+      Global arrays in the tree's structure. If the devices do not divide a dimension, the leaf is a `Padded` with the
+      array's shape and dtype, which ``numpy.asarray`` accepts.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist
@@ -175,17 +162,12 @@ def shard(tree: Any, within: Within = None) -> Any:
 
 @under_no_mesh
 def unshard(tree: Any) -> Any:
-    """Return the tree with plain, whole arrays on this process.
+    """Return the tree with plain, whole arrays on this process's first device. Every process calls it.
 
-    Use it for evaluation outside a decorated step, for export, and in tests. Decorated functions accept sharded arrays
-    directly. Every process must call it.
+    Decorated functions accept sharded arrays directly; use it for evaluation elsewhere, and for export.
 
     Args:
-      tree: a pytree of arrays. Arrays that are not on the mesh are returned unchanged.
-
-    Returns:
-      The tree, with each leaf in its full shape on this process's first device. The leaves are copies, so they survive
-      if a step takes the memory of the originals.
+      tree: a pytree of arrays. Arrays that are not on the mesh are returned unchanged, others copied.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist
@@ -232,51 +214,7 @@ def _marked(tree: Any, role: str, level: int, within: Within, split: Way = None,
     return jax.tree.map(lambda x: mark(x, role, level, within, split, offload), tree)
 
 
-def _check(
-    tx: optax.GradientTransformationExtraArgs, updates: Any, state: Any, params: Any, extra: dict[str, Any]
-) -> None:
-    """Say what does not belong together before `tx` stumbles over it, or broadcasts one to the other."""
-    if params is None:
-        return
-    matches = jax.tree.structure(updates) == jax.tree.structure(params)  # else it may be meant (`optax.lookahead`)
-    if matches and not _of_each_example(updates, params) and (problem := _difference(updates, params)):
-        raise ValueError(f"the gradients do not match the parameters: {problem}")
-    # An update may change the structure of the state (`optax.monitor`).
-    first = lambda _, params: tx.init(params)
-    later = lambda updates, params: tx.update(updates, tx.init(params), params, **extra)[1]
-    problems = []
-    for made in (first, later):
-        try:
-            expected = jax.eval_shape(made, updates, params)
-        except Exception:  # an init that needs real numbers: then `tx` itself has to find the problem
-            return
-        problems.append(_difference(state, expected))
-        if problems[-1] is None:
-            return
-    raise ValueError(
-        f"the optimizer's state was not made for these parameters: {problems[0]}. Make a new one with tx.init(params), "
-        "or restore both from one checkpoint"
-    )
-
-
 def _of_each_example(updates: Any, params: Any) -> bool:
     """Check whether gradients have one more axis than the parameters: the examples, which are split already."""
     pairs = list(zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=False))
     return bool(pairs) and all(jnp.ndim(u) and jnp.shape(u)[1:] == jnp.shape(p) for u, p in pairs)
-
-
-def _difference(tree: Any, expected: Any) -> str | None:
-    """The first leaf in which two trees differ, in place or shape."""
-    ours, ours_tree = jax.tree_util.tree_flatten_with_path(tree)
-    theirs, theirs_tree = jax.tree_util.tree_flatten_with_path(expected)
-    mine, wanted = (
-        {jax.tree_util.keystr(path) or "the only leaf": jnp.shape(x) for path, x in leaves} for leaves in (ours, theirs)
-    )
-    for name in [*wanted, *mine]:
-        if name not in mine:
-            return f"{name} is missing"
-        if name not in wanted:
-            return f"{name} is not expected"
-        if mine[name] != wanted[name]:
-            return f"{name} has shape {mine[name]}, expected {wanted[name]}"
-    return None if ours_tree == theirs_tree else f"their structures are {ours_tree} and {theirs_tree}"

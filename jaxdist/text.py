@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from typing import Any
 
 
-def text_of(*parts: RenderableType, width: int) -> str:
+def text_of(*parts: Any, width: int) -> str:
     """Render with rich as plain text: no colors, no markup, no spaces at the ends of lines."""
     from rich.console import Console  # here: each rank would import it at its start
 

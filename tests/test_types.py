@@ -75,7 +75,6 @@ reveal_type(jaxdist.data_parallel(loss_fn, check_every=10)(state.params, x))  # 
 reveal_type(Model().step(state.params, x))  # Array
 reveal_type(jaxdist.value_and_grad(loss_fn, microbatches=2)(state.params, x)[0])  # Array
 reveal_type(jaxdist.value_and_grad(with_aux, has_aux=True)(state.params, x)[0])  # tuple[Array, int]
-reveal_type(jaxdist.grad(with_aux, has_aux=True)(state.params, x)[1])  # int
 reveal_type(jaxdist.per_device(loss_fn, (jax.P(), jax.P("data")), jax.P())(state.params, x))  # Array
 step.lower(state, x).compile()
 step.clear_cache()

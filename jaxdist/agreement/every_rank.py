@@ -39,7 +39,7 @@ def on_every_rank(
     mine, mistake = _attempt(part)
     kind, problem = _told(mistake, raises) if mistake else (0, "")
     own = Description(call, mine.entries if mine else (), problem), kind, mine.told if mine else None
-    with _patience(context, call) if patient else contextlib.nullcontext():
+    with patience(context, call) if patient else contextlib.nullcontext():
         said = context.control.exchange(call, own, None if patient else context.timeout)
     everyone = [description for description, _, _ in said]
     if kinds := {rank: kind for rank, (description, kind, _) in enumerate(said) if description.problem}:
@@ -53,7 +53,7 @@ def on_every_rank(
 
 
 @contextlib.contextmanager
-def _patience(context: Context, call: str) -> Iterator[None]:
+def patience(context: Context, call: str) -> Iterator[None]:
     """Say now and then that this rank waits, and in what."""
     over = threading.Event()
 

@@ -10,10 +10,9 @@ directory. (Orbax's own barriers would wait for a failed process.)
     path/.jaxdist-lock                   the job that saves into the directory
 """
 
-from jaxdist.checkpoint.background import Saving
 from jaxdist.checkpoint.checksum import digest
 from jaxdist.checkpoint.formats import export, write
 from jaxdist.checkpoint.reading import latest_step, read_all, restore
-from jaxdist.checkpoint.writing import save
+from jaxdist.checkpoint.writing import Saving, save
 
 __all__ = ["Saving", "digest", "export", "latest_step", "read_all", "restore", "save", "write"]

@@ -60,7 +60,9 @@ def _handler(rank: int) -> Any:
     alone = ocp.options.MultiprocessingOptions(
         primary_host=0, active_processes={rank}, barrier_sync_key_prefix=f"rank{rank}"
     )
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, multiprocessing_options=alone)
+    # Weights hardly compress, and writing would take three times as long.
+    plain = functools.partial(ocp.PyTreeCheckpointHandler, use_ocdbt=True, use_zarr3=True, use_compression=False)
+    return plain(multiprocessing_options=alone)
 
 
 def _spec(item: Path, name: Name) -> dict[str, Any]:

@@ -1,11 +1,8 @@
 """A digest of arrays that adds up over slices: any number of ranks can write or check an array.
 
-The bytes along the last axis are 32-bit words. Each word is multiplied by an odd 64-bit number for
-its position, the product of one factor per axis, and all are added modulo 2^64. Flipping any one
-bit changes the sum, since an odd number times a power of two below 2^32 is never 0. Other damage is
-missed with a probability of about 2^-32.
-
-Reference: Lemire, Kaser, *Strongly universal string hashing is fast*, arXiv 1202.4961 (multilinear hashing).
+Each element is one or more words of at most 32 bits. Each word is multiplied by an odd 64-bit number for its position,
+the product of one factor per axis, and all are added modulo 2^64 (multilinear hashing: Lemire, Kaser, arXiv 1202.4961).
+Any flipped bit changes the sum; other damage is missed with a probability of about 2^-32.
 """
 
 from __future__ import annotations
@@ -28,10 +25,7 @@ _AT_ONCE = 1 << 17  # words widened to 64 bits together, to stay in the cache
 
 
 def digest(tree: Any) -> int:
-    """Return a number that depends only on the bits of a state, not on processes or layout.
-
-    Every process calls it. With lanes (``jaxdist run --lanes``) it compares runs on different
-    numbers of processes; a run that differs is on a host that computes different results.
+    """Return a number that depends only on the bits of a state, not on processes or layout. Every process calls it.
 
     Args:
       tree: arrays, numbers and strings: the state, or any result of a decorated step.
@@ -79,18 +73,14 @@ def checksum(part: np.ndarray, start: Sequence[int]) -> int:
     """Return the share in an array's digest of the slice that begins at `start`."""
     if part.size == 0:
         return 0
-    part, begin = part.reshape(part.shape or (1,)), tuple(start) or (0,)
-    axis, size, of_rows = part.ndim - 1, part.dtype.itemsize, np.ones(1, np.uint64)
-    raw = np.ascontiguousarray(part).view(f"u{min(size, 4)}").reshape(-1, part.shape[-1] * max(size // 4, 1))
-    first = begin[-1] * size // 4
-    if size < 4:  # a slice may begin or end inside a word
-        before, after = begin[-1] % (4 // size), -(begin[-1] + part.shape[-1]) % (4 // size)
-        raw = np.pad(raw, [(0, 0), (before, after)]) if before or after else raw
-    words = raw.view(np.uint32)
-    for d in range(axis):
-        places = np.arange(begin[d], begin[d] + part.shape[d], dtype=np.uint64)
+    part, start = part.reshape(part.shape or (1,)), tuple(start) or (0,)
+    width, of_rows, total = max(part.dtype.itemsize // 4, 1), np.ones(1, np.uint64), 0
+    words = np.ascontiguousarray(part).view(f"u{min(part.dtype.itemsize, 4)}").reshape(-1, part.shape[-1] * width)
+    for d, n in enumerate(part.shape[:-1]):
+        places = np.arange(start[d], start[d] + n, dtype=np.uint64)
         of_rows = np.multiply.outer(of_rows, _odd(places, d + 2)).reshape(-1)
-    last, total = first + words.shape[1], 0
+    first = start[-1] * width
+    last = first + words.shape[1]
     for block in range(first // _BLOCK, -(-last // _BLOCK)):
         a, b = max(first, block * _BLOCK), min(last, (block + 1) * _BLOCK)
         factors = _table()[a - block * _BLOCK : b - block * _BLOCK]

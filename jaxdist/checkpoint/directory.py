@@ -21,8 +21,6 @@ ITEM = "default"  # orbax's CheckpointManager gives this name to the only item o
 UNFINISHED = ".orbax-checkpoint-tmp"  # orbax, too, treats such directories as unfinished
 _SPECIAL = re.compile(r"[*?\[\]\\]|:/")  # characters of a pattern or a URL
 _LOCK = ".jaxdist-lock"
-_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # file systems without locks
-_MOST = 64  # locks per process at a time: each keeps a file open
 _held: dict[Path, int] = {}  # lock files and their descriptors
 passed_over: set[Path] = set()
 """Damaged checkpoints that this process skipped for older ones; it will reach their steps again."""
@@ -43,12 +41,9 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 
 def steps(path: Path) -> list[int]:
-    """Return the steps in a directory in ascending order, including damaged ones.
-
-    A job may add and remove steps meanwhile, so list the directory until its names stay the same.
-    """
+    """Return the steps in a directory in ascending order, including damaged ones."""
     names, found = set[str](), list[int]()
-    while True:
+    while True:  # until the names stay the same: a job may add and remove steps meanwhile
         before = names
         try:
             names = {p.name for p in path.iterdir()}
@@ -107,28 +102,26 @@ def discard(directory: Path) -> None:
 
 
 def lock(path: Path) -> None:
-    """Make this process the only one to save into a directory, until it exits and frees its locks."""
+    """Make this process the only one to save into a directory, until it ends."""
     file = path.resolve() / _LOCK
-    if file in _held and file.exists() and os.path.samestat(os.fstat(_held[file]), file.stat()):
+    if file in _held and os.fstat(_held[file]).st_nlink:  # not removed since
         return
-    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    said = file.read_text(errors="replace")[:200]
+    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    said = os.pread(fd, 200, 0).decode(errors="replace")
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
         raise CheckpointError(
-            f"a different job saves into {path}: {said!r}, according to {file}. To keep checkpoints apart, give "
-            "each job its own directory, or end that job"
+            f"a different job saves into {path}: {said!r}, according to {file}. To keep checkpoints apart, give each "
+            "job its own directory, or end that job"
         ) from None
     except OSError as error:
-        if error.errno not in _UNSUPPORTED:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
             os.close(fd)
             raise
         say_once(f"{file} is on a file system without locks: make sure that one job at a time saves there")
     _held[file] = fd
-    if len(_held) > _MOST:
-        os.close(_held.pop(next(iter(_held))))  # the lock of the first directory
     since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     with contextlib.suppress(OSError):  # on a full disk: the lock counts, not the text
         os.truncate(fd, 0)
@@ -136,7 +129,7 @@ def lock(path: Path) -> None:
 
 
 def _forget_locks() -> None:
-    """Close the locks in a forked child; they belong to the parent."""
+    """Close the locks in a forked child: they are its parent's."""
     while _held:
         os.close(_held.popitem()[1])
 

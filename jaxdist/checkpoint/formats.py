@@ -19,11 +19,9 @@ from jaxdist.sharding import unshard
 def export(path: str | os.PathLike[str], tree: Any, rename: Mapping[str, str] | None = None) -> None:
     """Write the arrays of a tree into one ``.safetensors`` or ``.npz`` file. Every process calls it; the root writes.
 
-    The name of an array is its path: ``params.dense.kernel``. Text goes into the header of safetensors.
-
     Args:
       path: the file.
-      tree: JAX or NumPy arrays, sharded or not: parameters, or the ``nnx.state`` of a model.
+      tree: JAX or NumPy arrays, sharded or not. The name of one is its path: ``params.dense.kernel``.
       rename: regular expressions and their replacements, as for `re.sub`, applied in order:
         ``{r"^params\\.": "", r"blocks\\.(\\d+)": r"layers.\\1"}``.
 
@@ -34,11 +32,10 @@ def export(path: str | os.PathLike[str], tree: Any, rename: Mapping[str, str] | 
 
     Example:
       >>> import jax.numpy as jnp, jaxdist, numpy as np, tempfile
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     file, params = Path(folder, "model.npz"), {"kernel": jnp.ones((2, 3))}
-      ...     jaxdist.export(file, {"params": params}, rename={"kernel$": "weight"})
-      ...     list(np.load(file))
-      ['params.weight']
+      >>> file = tempfile.mkdtemp() + "/model.npz"
+      >>> jaxdist.export(file, {"params": {"kernel": jnp.ones((2, 3))}}, rename={"kernel$": "weight"})
+      >>> np.load(file)["params.weight"].shape
+      (2, 3)
     """
     ctx = get_context()
     whole = unshard(tree)
@@ -55,10 +52,7 @@ def export(path: str | os.PathLike[str], tree: Any, rename: Mapping[str, str] | 
 
 
 def write(file: Path, leaves: Mapping[str, np.ndarray | str], rename: Mapping[str, str] | None = None) -> int:
-    """Write named arrays and texts into a file.
-
-    Returns the number of arrays.
-    """
+    """Write named arrays and texts into a file, and return the number of arrays."""
     if file.suffix not in (".safetensors", ".npz"):
         raise ValueError(f"{file}: the name must end in .safetensors or .npz")
     renamed: dict[str, tuple[str, np.ndarray | str]] = {}

@@ -82,11 +82,7 @@ def read(directory: Path, step: int | None) -> Leaves:
 
 
 def unreadable(what: str, error: Exception) -> CheckpointError:
-    """Return the error about an unreadable file or leaf: damage, unless the system failed.
-
-    A failing disk, missing rights or too many open files do not imply damage, so such a checkpoint
-    is not skipped.
-    """
+    """Return the error about a file or leaf: damage, unless the system failed (a disk, rights, too many open files)."""
     text = brief(error)
     if isinstance(error, OSError):
         number = error.errno
@@ -106,14 +102,8 @@ def brief(error: BaseException) -> str:
 
 def named(state: Any) -> dict[Name, Any]:
     """Return the leaves of a state by their names."""
-    try:
-        found, _ = jax.tree_util.tree_flatten_with_path(state)
-    except (RecursionError, SystemError) as error:  # jaxlib wraps the first in the second
-        if not isinstance(error, RecursionError) and not isinstance(error.__cause__, RecursionError):
-            raise
-        raise ValueError("the state contains itself, or is nested more deeply than JAX can follow") from None
     leaves, labels = dict[Name, Any](), set[str]()
-    for path, x in found:
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
         keys = [next((getattr(k, a) for a in ("key", "name", "idx") if hasattr(k, a)), k) for k in path]
         name = tuple(map(str, keys)) or ("state",)
         if (label := ".".join(name).removesuffix("/")) in labels:  # see `arrays`
@@ -169,5 +159,4 @@ def is_padded_inside(x: Padded) -> bool:
 def on_host(x: Any) -> np.ndarray:
     """Return an array that this process has whole, in native byte order."""
     value = np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) and not x.is_fully_addressable else x)
-    value = value.astype(value.dtype.newbyteorder("="), copy=False)
-    return value.view(np.uint8) != 0 if value.dtype == bool else value  # other memory used as bools
+    return value.astype(value.dtype.newbyteorder("="), copy=False)

@@ -13,10 +13,10 @@ import numpy as np
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import arrays, manifest
-from jaxdist.checkpoint.background import await_pending
 from jaxdist.checkpoint.checksum import MODULUS
 from jaxdist.checkpoint.directory import absolute, passed_over, steps
 from jaxdist.checkpoint.manifest import PYTHON, DamagedError, Leaf, Leaves, Name, is_key, kind_of, named
+from jaxdist.checkpoint.writing import await_pending
 from jaxdist.compat import under_no_mesh
 from jaxdist.errors import CheckpointError
 from jaxdist.extras import need
@@ -32,26 +32,23 @@ _TRIES = 100  # attempts to find one that nobody removes during reading
 @api_boundary
 @under_no_mesh
 def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T:
-    """Read a checkpoint; every process calls it. All that is read is compared with the saved digests.
+    """Read a checkpoint, and compare all that is read with the saved digests; every process calls it.
 
     Args:
       path: the directory given to `save`.
-      like: a state with the structure, shapes, and dtypes of the saved one: a new one, a result of a step, or a result
-        of ``jax.eval_shape``. Its values are not used.
-      step: the step to read; by default the highest one that is whole. A damaged one is skipped with a warning, and a
-        `save` of its step replaces it.
+      like: a state with the structure, shapes, and dtypes of the saved one; `jax.ShapeDtypeStruct` works.
+      step: the step to read; by default the highest one that is whole. A damaged one is skipped with a warning.
 
     Returns:
-      The state. Leaves whose counterparts in `like` are on the mesh (results of a step, `shard`) are read into the same
-      place, each process its own shards. All others are on this process, as in `like`: JAX arrays on the default
-      device, NumPy arrays, numbers.
+      The state. Leaves that are on the mesh in `like` are read into the same place, each process its own shards. All
+      others are on this process: JAX arrays on the default device.
 
     Raises:
       FileNotFoundError: the checkpoint does not exist.
       CheckpointError: (on every rank) the checkpoint has a different model (the error names the first leaf that
         differs), is damaged, or cannot be read (such as too many open files), which is never skipped.
       TypeError: a leaf of `like` cannot be in a checkpoint.
-      ValueError: the path is empty or a URL, or `like` contains itself.
+      ValueError: the path is empty or a URL.
       ImportError: (on every rank) tensorstore, a dependency of orbax, is not installed.
 
     Example:
@@ -89,15 +86,10 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T
 
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
-    """Return the highest step that is whole according to its manifest; no arrays are read.
-
-    Waits for a save in the background.
+    """Return the highest step that is whole according to its manifest, or None; no arrays are read.
 
     Args:
       path: the directory given to `save`.
-
-    Returns:
-      The step, or None without a checkpoint or directory.
 
     Raises:
       CheckpointError: all checkpoints are damaged, or the last save in the background failed.

@@ -1,10 +1,17 @@
-"""`save`: write a checkpoint, and give it its name once all of it is on disk."""
+"""`save`: write a checkpoint, in the background if asked, and give it its name once all of it is on disk."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import os
+import queue
 import secrets
 import shutil
+import socket
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +19,114 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxdist import compat
 from jaxdist.agreement import sync
-from jaxdist.agreement.every_rank import Part, on_every_rank
+from jaxdist.agreement.description import first_problem
+from jaxdist.agreement.every_rank import Part, on_every_rank, patience
 from jaxdist.checkpoint import arrays, directory, manifest
-from jaxdist.checkpoint.background import Saving, at_exit, await_pending, together
 from jaxdist.checkpoint.checksum import MODULUS, share_of
-from jaxdist.checkpoint.manifest import PYTHON, Leaf, Name, is_key, kind_of, named, on_host, refusal, stored_form
+from jaxdist.checkpoint.manifest import PYTHON, Leaf, Name, brief, is_key, kind_of, named, on_host, refusal, stored_form
 from jaxdist.compat import under_no_mesh
+from jaxdist.control import failfast
 from jaxdist.errors import CheckpointError, SyncError
 from jaxdist.extras import need
 from jaxdist.placements.layouts import Padded, copied, physical
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.tracebacks import api_boundary
+
+_SLICE = 5.0  # seconds between checks of a waiting rank whether the job is ending
+_pending: Saving | None = None
+
+
+class Saving:
+    """A checkpoint that is being written."""
+
+    def __init__(self, step: int):
+        self.step = step
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    @api_boundary
+    def wait(self) -> None:
+        """Return when the checkpoint is complete and on disk everywhere; raise its error, once."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _start(self, write: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:  # raised by wait()
+                self._error = error
+
+        global _pending
+        _pending = self
+        self._thread = threading.Thread(target=run, name="jaxdist-save")
+        self._thread.start()
+
+
+def await_pending() -> None:
+    """Wait for the save in the background, if any, and raise its error."""
+    global _pending
+    if _pending is not None:
+        pending, _pending = _pending, None
+        pending.wait()
+
+
+@functools.cache
+def at_exit(ctx: Context) -> None:
+    """Make the end of the script wait for the last save, and fail if that failed."""
+    # Import here, since modules can no longer register exit handlers in the thread.
+    import orbax.checkpoint  # noqa: F401
+
+    def end() -> None:  # before `jaxdist.runtime.farewell`
+        if _pending is not None and _pending._error is not None:
+            failfast.fail_at_exit(ctx.control, f"the script ended, but its last save had failed: {_pending._error}")
+
+    compat.before_threads_end(lambda: _pending and _pending._thread and _pending._thread.join())
+    atexit.register(end)
+
+
+def together(ctx: Context, what: str, tag: str, work: Callable[[], Any], conclude: Callable[[list[Any]], None]) -> None:
+    """Work on each rank, then conclude on the root, by mail, which works in threads; if any fails, all ranks raise."""
+    mine, cause = _attempt(work)
+    if ctx.is_root:
+        verdict = first_problem(what, {0: "interrupted"})
+        try:
+            results = [mine, *(_await(ctx, tag, what, rank) for rank in range(1, ctx.size))]
+            problems = {rank: problem for rank, (problem, _) in enumerate(results) if problem}
+            if not problems:
+                (problem, _), cause = _attempt(lambda: conclude([value for _, value in results]))
+                problems = {0: problem} if problem else {}
+            verdict = first_problem(what, problems) if problems else ""
+        finally:
+            ctx.control.put(tag, verdict)
+    else:
+        ctx.control.put(tag, mine, to=0)
+        verdict = _await(ctx, tag, what, 0)
+    if cause is not None and not isinstance(cause, Exception):
+        raise cause  # Ctrl-C
+    if verdict:
+        raise CheckpointError(verdict) from cause
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[tuple[str, Any], BaseException | None]:
+    try:
+        return ("", work()), None
+    except BaseException as error:  # Ctrl-C too: the other ranks would wait for this one
+        return (f"{brief(error)} (host {socket.gethostname()})", None), error
+
+
+def _await(ctx: Context, tag: str, what: str, rank: int) -> Any:
+    """Wait for a rank while it lives: the control channel notices its end, and ends this process."""
+    with patience(ctx, "save"):
+        while not ctx.control.ending:
+            with contextlib.suppress(queue.Empty):
+                return ctx.control.take(tag, rank, _SLICE)
+    raise CheckpointError(f"{what}: rank {ctx.rank} stops because the job is ending")
 
 
 @api_boundary
@@ -36,16 +139,13 @@ def save(
     wait: bool = True,
     keep: int | None = None,
 ) -> Saving:
-    """Write a checkpoint; every process calls it.
+    """Write a checkpoint, for any number of devices and ZeRO level; every process calls it and writes its own shards.
 
-    Arrays on disk have their full shapes, for any number of devices, ZeRO level, and communicator. Each process writes
-    its own shards, and the root everything else. If a save fails or is killed, earlier checkpoints stay unchanged. A
-    job owns the directory from its first save to its end.
+    If a save fails or is killed, earlier checkpoints stay unchanged. A job owns the directory until its end.
 
     Args:
       path: the directory of one run's checkpoints, on a file system that all processes share.
-      state: any pytree of arrays (JAX's, NumPy's, PRNG keys), numbers, and strings: parameters, the optimizer's state,
-        the state of a `loader`, …
+      state: any pytree of arrays (JAX's, NumPy's, PRNG keys), numbers, and strings, such as the state of a `loader`.
       step: the name of the checkpoint, 0 or more. The highest step is the latest checkpoint.
       wait: if False, copy the state and write in the background. The next `save` and the end of the script wait.
       keep: the number of checkpoints to keep: this one and the highest others. None keeps all.
@@ -54,11 +154,11 @@ def save(
       The write in progress; its ``wait()`` returns when the checkpoint is on disk, and raises its error.
 
     Raises:
-      CheckpointError: (on every rank) writing failed, of this checkpoint or of an earlier one in the background (the
-        error names the rank and the cause), a different job owns the directory, or the ranks' states differ.
+      CheckpointError: (on every rank) writing failed, of this checkpoint or of an earlier one in the background, a
+        different job owns the directory, or the ranks' states differ.
       FileExistsError: a checkpoint of this step exists.
       TypeError: a leaf cannot be restored unchanged.
-      ValueError: an argument is invalid: an empty path, a URL, a state that contains itself, …
+      ValueError: an argument is invalid, such as an empty path or a URL.
       ImportError: (on every rank) orbax is not installed.
 
     Example:

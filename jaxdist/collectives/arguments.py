@@ -21,11 +21,6 @@ OPS = ("sum", "prod", "min", "max", "avg")
 Groups = tuple[tuple[int, ...], ...] | None
 
 
-def text(kind: str, options: Mapping[str, Any]) -> str:
-    """Format a call for people and for the comparison between ranks."""
-    return f"{kind}({', '.join(f'{name}={value!r}' for name, value in options.items() if value is not None)})"
-
-
 def checked(kind: str, arguments: Mapping[str, Any], size: int) -> dict[str, Any]:
     """Return validated arguments for a function of `jaxdist.collectives.in_step`, or raise."""
     options = {"groups": None, **arguments}
@@ -134,7 +129,7 @@ def _check_dtype(dtype: Any) -> None:
 
 
 def _names(structure: Any) -> list[str]:
-    paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(structure, range(structure.num_leaves)))[0]
+    paths = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(structure, range(structure.num_leaves)))
     return ["x" + jax.tree_util.keystr(path) for path, _ in paths]
 
 

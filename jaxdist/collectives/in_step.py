@@ -1,11 +1,7 @@
 """The collectives as each device runs them along the data axis.
 
-In `jaxdist.per_device` they are part of the step. Outside a step, `jaxdist.collectives.outside` runs them
-as a program on one device per process. Each takes one array and gives each device its result; groups
-and root are already valid. With `groups`, devices exchange within each group.
-
-Gradients follow from JAX's rules for the operations used: they differentiate the sum of all
-devices' losses. The step turns that into the gradient of the mean loss, as for any other code.
+Each takes one array and gives each device its result; groups and root are already valid. Gradients are those of the
+sum of all devices' losses, which the step turns into that of the mean loss.
 """
 
 from __future__ import annotations
@@ -22,11 +18,6 @@ from jaxdist.collectives.arguments import Groups, result_type
 from jaxdist.mesh import AXIS
 
 _REDUCE: dict[str, Any] = {"sum": jnp.sum, "avg": jnp.mean, "prod": jnp.prod, "max": jnp.max, "min": jnp.min}
-
-
-def size() -> int:
-    """Return the number of devices along the axis."""
-    return lax.axis_size(AXIS)
 
 
 def allreduce(x: Any, op: str, groups: Groups) -> jax.Array:
@@ -113,16 +104,12 @@ def _of_numbers(x: Any, op: str) -> tuple[Any, str]:
     return (x.astype(jnp.int8), {"sum": "max", "prod": "min"}.get(op, op)) if x.dtype == bool else (x, op)
 
 
-def _varying(x: Any) -> Any:
-    if compat.checking_types() and AXIS not in compat.varying_axes(jax.typeof(x)):
-        return lax.pcast(x, AXIS, to="varying")
-    return x
-
-
 def _movable(x: Any) -> Any:
     """Widen integers of less than a byte to int8, the smallest that NCCL supports."""
     small = x.dtype == bool or (jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8)
-    return _varying(x.astype(jnp.int8) if small else x)
+    x = x.astype(jnp.int8) if small else x
+    alike = compat.checking_types() and AXIS not in compat.varying_axes(jax.typeof(x))
+    return lax.pcast(x, AXIS, to="varying") if alike else x
 
 
 def _wide(x: Any) -> Any:
@@ -135,16 +122,16 @@ def _is_root(root: int, groups: Groups) -> Any:
     if groups is None:
         return lax.axis_index(AXIS) == root
     roots = {group[root] for group in groups}
-    return jnp.asarray([device in roots for device in range(size())])[lax.axis_index(AXIS)]
+    return jnp.asarray([device in roots for device in range(lax.axis_size(AXIS))])[lax.axis_index(AXIS)]
 
 
 def _equal(groups: Groups) -> tuple[list[list[int]] | None, int]:
     """Return groups (which have one size, and cover every device) and their size."""
     if groups is None:
-        return None, size()
-    if len({len(group) for group in groups}) != 1 or sum(map(len, groups)) != size():
+        return None, lax.axis_size(AXIS)
+    if len({len(group) for group in groups}) != 1 or sum(map(len, groups)) != lax.axis_size(AXIS):
         raise ValueError(
-            f"groups={[list(group) for group in groups]} inside a step over {size()} devices: expected groups of one "
-            "size that cover every device, since all run one program"
+            f"groups={[list(group) for group in groups]} inside a step: expected groups of one size that cover "
+            f"every device ({lax.axis_size(AXIS)}), since all run one program"
         )
     return [list(group) for group in groups], len(groups[0])

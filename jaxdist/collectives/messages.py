@@ -39,13 +39,11 @@ class Messages:
     def recv(self, like: Any, src: int) -> Any:
         """Return the next message from the source, which must have these types."""
         rank, source = self._ctx.rank, self._rank("recv", "src", src)
-        # Replace a type by an array that takes no memory.
-        typed = lambda x: np.broadcast_to(np.empty((), x.dtype), x.shape) if isinstance(x, jax.ShapeDtypeStruct) else x
-        structure, likes = flat("recv", jax.tree.map(typed, like))
+        array = lambda x: np.broadcast_to(np.empty((), x.dtype), x.shape) if isinstance(x, jax.ShapeDtypeStruct) else x
+        structure, likes = flat("recv", jax.tree.map(array, like))
         mine = describe("recv", structure, likes)
         theirs, arrays = self._get(source, mine.values())
-        # Names may differ; types and their order must match.
-        if [kind for _, kind in theirs.entries] != [kind for _, kind in mine.entries]:
+        if [kind for _, kind in theirs.entries] != [kind for _, kind in mine.entries]:  # names may differ
             raise ValueError(
                 f"rank {rank}: recv(like, src={source}) expects {mine.values()}, and rank {source} sent "
                 f"{theirs.values()}: pass a `like` of the same shapes and dtypes in the same order"

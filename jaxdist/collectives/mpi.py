@@ -23,10 +23,7 @@ _OPS = {"sum": "SUM", "avg": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX"}
 
 
 class HostMpi:
-    """The calls of one context, through a separate communicator.
-
-    Programs run in XLA's threads, so their messages have no fixed order relative to these.
-    """
+    """The calls of one context, on a communicator of its own: programs in XLA's threads keep no order with them."""
 
     def __init__(self, ctx: Context):
         self._ctx, self._control = ctx, ctx.control
@@ -84,11 +81,7 @@ class HostMpi:
             ) from None
 
     def allreduce(self, x: np.ndarray, op: str) -> jax.Array:
-        """Reduce over all ranks.
-
-        Dispatching a program takes as long as a message of 64 KiB. Fresh pages for a large result
-        take longer than all messages, but NumPy asks for huge pages.
-        """
+        """Reduce over all ranks; dispatching a program instead takes as long as a message of 64 KiB."""
         compat.release_dropped()  # reuse the memory of the last result
         memory = np.empty(x.nbytes + 64, np.uint8)
         start = -memory.ctypes.data % 64  # JAX copies unaligned arrays

@@ -20,7 +20,7 @@ from jaxdist import compat
 from jaxdist.agreement.description import Description, difference
 from jaxdist.agreement.ledger import Entry, Ledger
 from jaxdist.collectives import in_step
-from jaxdist.collectives.arguments import checked, describe, each, flat, text
+from jaxdist.collectives.arguments import checked, describe, each, flat
 from jaxdist.collectives.mpi import HostMpi, reduces
 from jaxdist.communicators import lowering
 from jaxdist.errors import ControlError, in_words
@@ -71,7 +71,8 @@ class Outside:
     ) -> tuple[Description, Callable[[Sequence[Any]], list[jax.Array]]]:
         """Return what must be equal on all ranks, and the call itself."""
         ctx, options, arrays = self._ctx, dict(of), [jax.ShapeDtypeStruct(*one) for one in types]
-        description = describe(text(kind, options), structure, arrays)
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
+        description = describe(f"{kind}({given})", structure, arrays)
         groups = options.pop("groups")
         members = tuple(range(ctx.size)) if groups is None else next((g for g in groups if ctx.rank in g), (ctx.rank,))
         if "root" in options:

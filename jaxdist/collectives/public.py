@@ -14,6 +14,7 @@ from jaxdist.collectives.messages import Messages
 from jaxdist.collectives.outside import Outside
 from jaxdist.errors import StepError
 from jaxdist.ir.trace import inside_step, on_device
+from jaxdist.mesh import AXIS
 from jaxdist.runtime.context import get_context
 
 Op = Literal["sum", "prod", "min", "max", "avg"]
@@ -23,23 +24,21 @@ Groups = Sequence[Sequence[int]]
 def allreduce(x: Any, op: Op = "sum", groups: Groups | None = None) -> Any:
     """Reduce `x` over all ranks; every rank gets the result.
 
-    Every rank must call it, with the same shapes and dtypes. Outside a step, each process contributes one `x`. In a
-    decorated step, each device does, and the call is differentiable. float16, bfloat16, and narrower floats are added
-    in float32 and rounded once. For booleans, sum and max mean "or", prod and min mean "and".
+    Every rank must call it, with the same shapes and dtypes: outside a step each process has one `x`, in
+    `jaxdist.per_device` each device. It is differentiable there. Floats narrower than 32 bits are added in float32 and
+    rounded once. For booleans, sum and max mean "or", prod and min mean "and".
 
     Args:
-      x: array, Python number, or a pytree of them. It is not changed.
+      x: array, Python number, or a pytree of them.
       op: "sum", "prod", "min", "max", or "avg".
       groups: ranks that reduce among themselves, such as ``[[0, 1], [2, 3]]``. The default is one group of all ranks. A
         rank in no group gets its own `x` back. Inside a step, groups have one size, and cover every device.
 
     Returns:
-      JAX arrays with the structure, shapes, and dtypes of `x`. "avg" of integers and booleans has the dtype of
-      `jnp.mean`.
+      JAX arrays with the structure, shapes, and dtypes of `x`; "avg" of integers has the dtype of `jnp.mean`.
 
     Raises:
-      ValueError: an argument is invalid or does not fit the shape of `x`, or a rank makes a different call. Every rank
-        gets the error, and nothing was sent.
+      ValueError: (on every rank) an argument is invalid, or a rank makes a different call. Nothing was sent.
       TypeError: a leaf is not an array, or its dtype does not support `op` (min and max of complex numbers).
       ControlError: a rank is missing until the timeout of `jaxdist.init`. The message names it.
 
@@ -52,17 +51,11 @@ def allreduce(x: Any, op: Op = "sum", groups: Groups | None = None) -> Any:
 
 
 def allgather(x: Any, axis: int = 0, groups: Groups | None = None) -> Any:
-    """Concatenate `x` from all ranks, in rank order; every rank gets the result.
+    """Return `x` of all ranks as JAX arrays, concatenated along an axis in rank order.
 
     Args:
-      x: array, Python number, or a pytree of them, with the same shapes on every rank.
+      x: see `allreduce`, as for `groups` and errors.
       axis: the axis along which to concatenate. Scalars make a vector.
-      groups: see `allreduce`.
-
-    Returns:
-      JAX arrays with the structure of `x`. `axis` is larger by the number of ranks.
-
-    Raises the same errors as `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -73,18 +66,11 @@ def allgather(x: Any, axis: int = 0, groups: Groups | None = None) -> Any:
 
 
 def reduce_scatter(x: Any, op: Op = "sum", axis: int = 0, groups: Groups | None = None) -> Any:
-    """Reduce `x` over all ranks; rank i gets slice i of the result.
+    """Reduce `x` over all ranks, and return slice i of the result on rank i, as JAX arrays.
 
     Args:
-      x: array or pytree of arrays, with the same shapes on every rank.
-      op: see `allreduce`.
+      x: see `allreduce`, as for `op`, `groups` and errors.
       axis: the axis to slice. The number of ranks must divide its size.
-      groups: see `allreduce`.
-
-    Returns:
-      JAX arrays with the structure of `x`. `axis` is smaller by the number of ranks.
-
-    Raises the same errors as `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -95,18 +81,11 @@ def reduce_scatter(x: Any, op: Op = "sum", axis: int = 0, groups: Groups | None 
 
 
 def broadcast(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
-    """Return the root's `x` on every rank.
+    """Return the root's `x` on every rank, as JAX arrays.
 
     Args:
-      x: array, Python number, or a pytree of them. Ranks other than the root only need the same shapes and dtypes. For
-        other objects, or if the shapes are not known, use `Context.broadcast`.
+      x: see `allreduce`, as for `groups` and errors. For objects without known shapes, use `Context.broadcast`.
       root: the rank, or the position within the group if there are `groups`.
-      groups: see `allreduce`.
-
-    Returns:
-      The root's `x` as JAX arrays.
-
-    Raises the same errors as `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -117,18 +96,11 @@ def broadcast(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
 
 
 def reduce(x: Any, root: int = 0, op: Op = "sum", groups: Groups | None = None) -> Any:
-    """Reduce `x` over all ranks on the root; other ranks get their own `x` back.
+    """Return the result of `allreduce` on the root, and `x` as JAX arrays on other ranks.
 
     Args:
-      x: array, Python number, or a pytree of them, with the same shapes on every rank.
+      x: see `allreduce`, as for `op`, `groups` and errors.
       root: the rank, or the position within the group if there are `groups`.
-      op: see `allreduce`.
-      groups: see `allreduce`.
-
-    Returns:
-      On the root, the result of `allreduce`. On other ranks, `x` as JAX arrays.
-
-    Raises the same errors as `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -139,18 +111,12 @@ def reduce(x: Any, root: int = 0, op: Op = "sum", groups: Groups | None = None) 
 
 
 def all_to_all(x: Any, split_axis: int = 0, concat_axis: int = 0, groups: Groups | None = None) -> Any:
-    """Send slice j of `x` on rank i to rank j, as its slice i.
+    """Send slice j of `x` on rank i to rank j, and return the received slices joined in rank order, as JAX arrays.
 
     Args:
-      x: array or pytree of arrays, with the same shapes on every rank.
+      x: see `allreduce`, as for `groups` and errors.
       split_axis: the axis to split, with one slice per rank. The number of ranks must divide its size.
       concat_axis: the axis along which the received slices are joined.
-      groups: see `allreduce`.
-
-    Returns:
-      JAX arrays with the structure of `x`. `split_axis` is smaller and `concat_axis` larger by the number of ranks.
-
-    Raises the same errors as `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -161,17 +127,11 @@ def all_to_all(x: Any, split_axis: int = 0, concat_axis: int = 0, groups: Groups
 
 
 def gather(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
-    """Concatenate `x` from all ranks along the first axis on the root; other ranks get their own `x` back.
+    """Return `x` of all ranks concatenated along axis 0 on the root, and `x` on other ranks, as JAX arrays.
 
     Args:
-      x: array, Python number, or a pytree of them, with the same shapes on every rank. Scalars make a vector.
+      x: see `allreduce`, as for `groups` and errors. Scalars make a vector.
       root: the rank, or the position within the group if there are `groups`.
-      groups: see `allreduce`.
-
-    Returns:
-      On the root, JAX arrays whose first axis is larger by the number of ranks. On other ranks, `x` as JAX arrays.
-
-    Raises the same errors as `allreduce`.
 
     Example:
       >>> import jaxdist
@@ -182,18 +142,11 @@ def gather(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
 
 
 def scatter(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
-    """Send slice i of the root's `x`, along the first axis, to rank i.
+    """Return slice i of the root's `x`, along axis 0, on rank i, as JAX arrays.
 
     Args:
-      x: array or pytree of arrays. The number of ranks must divide the first dimension. Ranks other than the root only
-        need the same shapes and dtypes.
+      x: see `allreduce`, as for `groups` and errors. The number of ranks must divide the first dimension.
       root: the rank, or the position within the group if there are `groups`.
-      groups: see `allreduce`.
-
-    Returns:
-      JAX arrays with the structure of `x`. The first axis is smaller by the number of ranks.
-
-    Raises the same errors as `allreduce`.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -204,11 +157,7 @@ def scatter(x: Any, root: int = 0, groups: Groups | None = None) -> Any:
 
 
 def barrier() -> None:
-    """Wait until every process makes this call. Inside a step it does nothing.
-
-    Raises:
-      ControlError: a rank is missing until the timeout of `jaxdist.init`. The message names it.
-      ValueError: a rank makes a different call.
+    """Wait until every process makes this call, with the errors of `allreduce`. Inside a step it does nothing.
 
     Example:
       >>> import jaxdist
@@ -219,7 +168,7 @@ def barrier() -> None:
 
 
 def send(x: Any, dst: int) -> None:
-    """Send `x` to a process that calls `recv`, without waiting for it. Not allowed inside a step.
+    """Send `x` to a process that calls `recv`, without waiting for it.
 
     Args:
       x: array, Python number, or a pytree of them.
@@ -240,22 +189,19 @@ def send(x: Any, dst: int) -> None:
 
 
 def recv(like: Any, src: int) -> Any:
-    """Receive the arrays that a different process passes to `send`. Not allowed inside a step.
+    """Return the arrays that a process passes to `send`, as JAX arrays with the structure of `like`.
 
     Args:
       like: array, `jax.ShapeDtypeStruct`, Python number, or a pytree of them, with the expected shapes and dtypes.
       src: the sending rank.
 
-    Returns:
-      JAX arrays with the structure of `like`.
-
     Raises:
-      ValueError: `src` is invalid, different shapes or dtypes arrived (they are dropped).
-      TypeError: called inside a step; use `jax.lax.ppermute`.
+      ValueError: `src` is invalid, or different shapes or dtypes arrived, which are dropped.
+      TypeError: this is inside a step; use `jax.lax.ppermute`.
       ControlError: nothing arrived until the timeout.
 
     Example:
-      >>> import jaxdist, numpy as np
+      >>> import jaxdist
       >>> jaxdist.send([1.5], dst=0)
       >>> jaxdist.recv([0.0], src=0)
       [Array(1.5, dtype=float...)]
@@ -267,7 +213,7 @@ def recv(like: Any, src: int) -> Any:
 def _collective(kind: str, tree: Any, **arguments: Any) -> Any:
     if on_device():
         structure, leaves = flat(kind, tree)
-        function = functools.partial(getattr(in_step, kind), **checked(kind, arguments, in_step.size()))
+        function = functools.partial(getattr(in_step, kind), **checked(kind, arguments, jax.lax.axis_size(AXIS)))
         return jax.tree.unflatten(structure, each(kind, structure, leaves, function))
     if inside_step():
         raise StepError(

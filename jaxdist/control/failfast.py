@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
@@ -15,7 +16,7 @@ from jaxdist import streams
 from jaxdist.control.channel import Control
 from jaxdist.control.process import within
 from jaxdist.control.stacks import users_line
-from jaxdist.errors import ControlError, in_words, leaves, message_of, printed
+from jaxdist.errors import ControlError, in_words, leaves, message_of
 
 # Errors that a rank meets because another one is gone: the cause is known a moment later.
 _AFTERMATH = (jax.errors.JaxRuntimeError, ControlError, ConnectionError)
@@ -38,7 +39,7 @@ def install(control: Control) -> None:
     def end_with(error: BaseException, where: str, show: Callable[[], object] | None) -> None:
         control.process.hold()
         try:
-            if _print_marked(control.rank, where + printed(error, error.__traceback__)) and show is not None:
+            if _print_marked(control.rank, where + "".join(traceback.format_exception(error))) and show is not None:
                 show()
         finally:  # the hook that was there may fail of the error, too
             _end(control, error)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import functools
-import glob
 import itertools
 import json
 import os
@@ -34,8 +31,7 @@ def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
 
     Args:
       paths: one or several UTF-8 files.
-      split: the separator between documents, such as ``"\\n"`` or ``"\\n\\n"``. With None, each file is one document.
-        Empty documents are left out.
+      split: the separator between documents, or None for one document per file. Empty documents are left out.
 
     Returns:
       An iterable of strings, for `jaxdist.data.tokenize`, or as a stream for `jaxdist.loader`.
@@ -66,7 +62,6 @@ class Text:
 
     def __init__(self, paths: Sequence[str], split: str | None):
         self._paths, self._split = paths, split
-        self._sizes = [Path(path).stat().st_size for path in paths]
 
     def __iter__(self) -> Iterator[str]:
         for path in self._paths:
@@ -82,14 +77,12 @@ class Text:
                 yield rest
 
     def checksum(self) -> int:
-        """Return a checksum of the files' bytes; above one GiB, of lengths and samples."""
-        step = max(1, sum(self._sizes) >> 30)  # read one of this many blocks
-        value = zlib.crc32(repr(self._sizes).encode())
-        for path, size in zip(self._paths, self._sizes, strict=True):
+        """Return a checksum of the files' bytes."""
+        value = zlib.crc32(repr([Path(path).stat().st_size for path in self._paths]).encode())
+        for path in self._paths:
             with Path(path).open("rb") as file:
-                for start in range(0, size, _CHUNK * step):
-                    file.seek(start)
-                    value = zlib.crc32(file.read(_CHUNK), value)
+                for chunk in iter(functools.partial(file.read, _CHUNK), b""):
+                    value = zlib.crc32(chunk, value)
         return value
 
 
@@ -133,11 +126,9 @@ class Documents:
     def open(folder: str | os.PathLike[str]) -> Documents:
         """Open the documents that `jaxdist.data.tokenize` wrote to a folder; they stay on disk.
 
-        Each block of tokens is compared with its digest when it is first read.
-
         Raises:
           OSError: the folder does not exist.
-          DataError: its files are damaged, or `jaxdist.data.tokenize` did not write them.
+          DataError: its files are damaged (tokens are checked when first read), or `tokenize` did not write them.
         """
         path = Path(folder).absolute()
         try:
@@ -180,11 +171,7 @@ class Documents:
         return (Documents.open, (self._folder,)) if self._folder else (Documents, (self.tokens, self.ends))
 
     def read(self, start: int, end: int) -> np.ndarray:
-        """Return the tokens from `start` to `end`, of one document or several.
-
-        Raises:
-          DataError: the file is damaged there.
-        """
+        """Return the tokens from `start` to `end`, of one document or several."""
         for block in range(start // _BLOCK, -(-end // _BLOCK)) if self._unread else ():
             if block not in self._unread:
                 continue
@@ -208,21 +195,19 @@ def tokenize(
     folder: str | os.PathLike[str],
     dtype: Any = np.uint16,
 ) -> Documents:
-    """Write the tokens of documents to a folder once. If the folder exists, open it.
+    """Write the tokens of documents to a folder once; if it exists, open it. Every process calls it; the root writes.
 
-    Every process calls it; the root writes, and the others wait. An existing folder must come from the same documents
-    and encoding: the bytes of text files (samples above one GiB) or of a list, the number of other documents, and the
-    tokens of the first 64 are compared.
+    An existing folder must come from the same documents and encoding, as far as checksums and the tokens of the first
+    64 documents show.
 
     Args:
       documents: `jaxdist.data.text_files`, a list, a Hugging Face data set, or any iterable that can be read again.
-      encode: a function that returns a document's tokens, including an end token if you want one. ``str.encode`` gives
-        bytes.
+      encode: a function that returns a document's tokens, such as ``str.encode`` for bytes.
       folder: the folder for ``tokens.npy`` and ``ends.npy``, which NumPy can read. All hosts must see it.
       dtype: the type of the tokens on disk; ``uint16`` holds values up to 65,535.
 
     Returns:
-      `Documents`, which stay on disk. Each block is compared with its digest when it is first read.
+      `Documents`, which stay on disk.
 
     Raises:
       ValueError: (on every rank) a token does not fit `dtype`, `documents` is empty, or the folder comes from
@@ -266,13 +251,10 @@ def _write(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path, d
         _compare(path, about)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(path)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # other jobs may write, too
     beside.mkdir()
     try:
         with (beside / _TOKENS).open("wb") as file:
-            with contextlib.suppress(OSError):  # a file system without locks: leftovers stay
-                fcntl.flock(file, fcntl.LOCK_EX)  # see `_remove_leftovers`
             header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (0,)}
             np.lib.format.write_array_header_1_0(file, header)
             ends, count = [], 0
@@ -299,14 +281,6 @@ def _write(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path, d
                 _compare(path, about)  # a different job was first
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Remove folders of killed runs; a run that still writes holds a lock on its file."""
-    for beside in path.parent.glob(f".{glob.escape(path.name)}.????????"):
-        with contextlib.suppress(OSError), (beside / _TOKENS).open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(beside)
 
 
 def _coded(i: int, ids: Any, dtype: np.dtype[Any]) -> np.ndarray:

@@ -21,15 +21,13 @@ from jaxdist.step.tracing import say_once
 def evaluate(step: Callable[..., Any], *arguments: Any) -> Any:
     """Add up the results of a decorated step over batches: ``evaluate(step, *state, batches)``. Every process calls it.
 
-    The step returns sums and counts over a batch. Their quotients are exact means over the data set, for any number of
-    ranks and any batch size. Sums are added in float64, integers without overflow, while the device computes the next
-    batch.
+    The step returns sums and counts over a batch, whose quotients are exact for any number of ranks and batch size.
 
     Args:
-      step: a function ``(*state, batch) -> sums`` decorated with `jaxdist.data_parallel` or `jaxdist.parallel` (in one
-        process, ``jax.jit`` works too). `sums` is a pytree of arrays of 32 bits or more.
-      *arguments: the arguments of the step, with a `jaxdist.loader`, of which one epoch is read, or an iterable of
-        batches as the last one. Every rank must have the same number of batches.
+      step: a decorated function ``(*state, batch) -> sums`` (in one process, ``jax.jit`` works too). `sums` is a pytree
+        of arrays of 32 bits or more, which are added in float64 or int64.
+      *arguments: the arguments of the step, and last a `jaxdist.loader`, of which one epoch is read, or an iterable of
+        as many batches on every rank.
 
     Returns:
       A pytree with the structure of `sums`, the same on every rank: Python numbers for scalars, NumPy arrays otherwise.
@@ -43,8 +41,7 @@ def evaluate(step: Callable[..., Any], *arguments: Any) -> Any:
       >>> @jaxdist.data_parallel
       ... def eval_step(w, batch):
       ...     return {"loss": jnp.sum((batch - w) ** 2), "count": batch.shape[0]}
-      >>> batches = jaxdist.loader(np.arange(5.0), 2, tail="keep")
-      >>> sums = jaxdist.evaluate(eval_step, 1.0, batches)
+      >>> sums = jaxdist.evaluate(eval_step, 1.0, jaxdist.loader(np.arange(5.0), 2, tail="keep"))
       >>> sums["loss"] / sums["count"]
       3.0
     """
@@ -122,8 +119,8 @@ def gather_for_metrics(tree: Any) -> Any:
       tree: arrays with one entry per example, as a decorated step returns them. Return labels from the step, too.
 
     Returns:
-      A pytree of NumPy arrays with the structure of `tree`, on every process, with the examples of all processes in the
-      order of the batch. Over an epoch with ``tail="keep"``, it contains each example once.
+      NumPy arrays in the tree's structure, the same on every process: the examples of all processes in the batch's
+      order. Over an epoch with ``tail="keep"``, they contain each example once.
 
     Raises:
       ValueError: an array is this process's own, and there are others.

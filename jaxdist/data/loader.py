@@ -42,25 +42,22 @@ def loader(
 ) -> Loader:
     """Read this rank's batches of a data set. Every process makes the same loader.
 
-    An epoch is one order of all examples, whatever the number of ranks: step g takes the next ``batch_size * size``
-    examples, of which rank r gets the r-th part. Each ``for`` loop runs the next epoch, with the same number of steps
-    on every rank.
+    An epoch is one order of all examples, whatever the number of ranks: a step takes the next ``batch_size * size``
+    examples, of which rank r gets the r-th part. Each ``for`` loop runs the next epoch.
 
     Args:
       source: the complete data set, on every rank: arrays with one entry per example, or a dict or tuple of them; a
-        list, a grain source or ``MapDataset``, or any object with ``__len__`` and ``__getitem__``. Or a stream: a grain
-        ``IterDataset``, an iterable that can be read again, such as a Hugging Face ``IterableDataset``, or a function
-        of the epoch that returns one. Each rank reads the whole stream and keeps its own examples.
+        list, a grain source, or any object with ``__len__`` and ``__getitem__``. Or a stream, which each rank reads
+        whole: a grain or Hugging Face ``IterableDataset``, any iterable that can be read again, or a function of the
+        epoch that returns one.
       batch_size: examples per process (with lanes, per lane) and step, such as ``256 // ctx.parts()[1]``.
-      shuffle: True for an order that depends on seed and epoch, False for the source's order. A stream is shuffled in
-        windows of this many examples, which each process holds in memory: ``shuffle=10_000``.
+      shuffle: whether to order by seed and epoch; of a stream, the number of examples to shuffle in memory.
       seed: the seed of the order and of a random `transform`.
       tail: ``"drop"`` leaves out the last examples of an epoch if they do not fill a batch on every rank. ``"keep"``
-        yields a smaller last batch, for which a decorated step computes the result of one device. (Pass it to the step
-        unchanged: between processes, the parts have equal length and know which examples are real.)
+        yields a smaller last batch, to be passed unchanged to a decorated step.
       transform: ``example -> example``, or ``(example, rng) -> example`` with a ``numpy.random.Generator`` that differs
         for each example and epoch.
-      workers: the number of processes that read and transform, each with a pickled copy of both; 0: this process does.
+      workers: the number of processes that read and transform, with pickled copies of both; 0: this process does.
       prefetch: the number of batches (per worker) to read ahead.
       mesh: see `jaxdist.parallel`. Processes that differ only along axes other than data read the same examples.
 
@@ -68,8 +65,8 @@ def loader(
       A `Loader`.
 
     Raises:
-      ValueError: (on every rank) a setting is invalid, the source is empty or has fewer examples than one batch of all
-        ranks with ``tail="drop"``, its arrays have different lengths, or the ranks' sources or settings differ.
+      ValueError: (on every rank) a setting is invalid, the source is empty or too small for a batch, its arrays have
+        different lengths, or the ranks' sources or settings differ.
       TypeError: the source has an unsupported type, or is a stream that can be read only once.
       ImportError: (on every rank) grain is not installed.
       ControlError: a rank does not make the call before the timeout of `jaxdist.init`.
@@ -88,8 +85,6 @@ def loader(
 
 class Loader:
     """Iterate over one epoch in each loop. Made by `loader`.
-
-    The state is the position of the next batch. Batches that were read ahead do not count.
 
     Example:
       >>> import jaxdist, numpy as np
@@ -188,8 +183,6 @@ class Loader:
     def peek(self) -> Any:
         """Return the next batch without advancing.
 
-        ``next(iter(loader))`` would begin an epoch.
-
         Example:
           >>> import jaxdist, numpy as np
           >>> batches = jaxdist.loader({"x": np.zeros((10, 3))}, 4)
@@ -203,8 +196,7 @@ class Loader:
     def get_state(self) -> State:
         """Return the position of the next batch as a small dict for JSON or a checkpoint, the same on every rank.
 
-        It counts examples of the whole job, so any number of ranks can continue from it. For a stream, ``"stream"`` is
-        text with the state of grain's iterators and a digest of the next example.
+        Any number of ranks can continue from it. Of a stream, ``"stream"`` is text: grain's state and a digest.
 
         Example:
           >>> import jaxdist, numpy as np
@@ -230,11 +222,9 @@ class Loader:
         Example:
           >>> import jaxdist, numpy as np
           >>> batches = jaxdist.loader(np.arange(8), 4, shuffle=False)
-          >>> _ = next(iter(batches))
-          >>> other = jaxdist.loader(np.arange(8), 2, shuffle=False)
-          >>> other.set_state(batches.get_state())
-          >>> [batch.tolist() for batch in other]
-          [[4, 5], [6, 7]]
+          >>> batches.set_state(batches.get_state() | {"position": 4})
+          >>> [batch.tolist() for batch in batches]
+          [[4, 5, 6, 7]]
         """
 
         def check() -> State:

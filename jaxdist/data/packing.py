@@ -11,16 +11,12 @@ from jaxdist.data.documents import Documents
 
 
 def packed(documents: Documents, length: int, *, seed: int | None = None) -> Packed:
-    """Pack documents into rows of `length` tokens, as a source for `jaxdist.loader`.
-
-    A document may continue in the next row, so only the last row has padding. A row depends only on the documents'
-    lengths, so each rank can read its own rows, in any order.
+    """Pack documents into rows of `length` tokens, as a source for `jaxdist.loader`. Only the last row has padding.
 
     Args:
-      documents: the documents of tokens.
+      documents: the documents of tokens, which may continue in the next row.
       length: the number of tokens in a row.
-      seed: the seed of the order of documents before packing, so that neighbors in a file end up in different rows;
-        None keeps the order. (The loader's `shuffle` orders the rows.)
+      seed: the seed of the order of documents before packing; None keeps it. The loader's `shuffle` orders the rows.
 
     Returns:
       A source. A row is a dict of int32 arrays ``(length,)``, named as in grain: ``tokens``; ``tokens_segment_ids``,
@@ -32,11 +28,9 @@ def packed(documents: Documents, length: int, *, seed: int | None = None) -> Pac
     Example:
       >>> import numpy as np
       >>> from jaxdist.data import Documents, packed
-      >>> documents = Documents(np.arange(1, 8), ends=[3, 5, 7])
-      >>> for row in packed(documents, 4):
-      ...     print(row["tokens"], row["tokens_segment_ids"], row["tokens_positions"])
-      [1 2 3 4] [1 1 1 2] [0 1 2 0]
-      [5 6 7 0] [1 2 2 0] [0 0 1 0]
+      >>> rows = packed(Documents(np.arange(1, 8), ends=[3, 5, 7]), 4)
+      >>> {name: x.tolist() for name, x in rows[1].items()}
+      {'tokens': [5, 6, 7, 0], 'tokens_segment_ids': [1, 2, 2, 0], 'tokens_positions': [0, 0, 1, 0]}
     """
     length = operator.index(length)
     if length < 1:

@@ -124,12 +124,7 @@ class Reader:
         return bool(rows) if self.sampling.keep else len(rows) == self.sampling.whole
 
     def _examples(self, at: Place) -> Iterator[tuple[Any, int, str | None]]:
-        """Yield the rest of an epoch: each example, a position to resume from, and its state.
-
-        For grain's streams that is the start of a window or batch. The state of other streams is
-        unused: Hugging Face's omits the shuffle buffer, or points to the next chunk
-        (https://huggingface.co/docs/datasets/stream#save-a-dataset-checkpoint-and-resume-iteration).
-        """
+        """Yield the rest of an epoch: each example, a position to resume from, and grain's state there, if any."""
         import grain
 
         start, state, expected = resumption(at)
@@ -139,6 +134,7 @@ class Reader:
             examples.set_state(of_text(state))
         skip = at.position - start
         while True:
+            # Not Hugging Face's, which omits the shuffle buffer, or points to the next chunk.
             now = as_text(examples.get_state()) if exact else None  # it may change in place
             mark = (0, None) if now is None else (start, now)
             rows = list(itertools.islice(examples, self.window or self.sampling.whole))

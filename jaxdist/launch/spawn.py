@@ -12,6 +12,7 @@ import pickle
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ import cloudpickle
 
 from jaxdist import compat, connectors
 from jaxdist.control import failfast, scratch
-from jaxdist.errors import in_words, printed
+from jaxdist.errors import in_words
 from jaxdist.runtime.context import Context, init, started
 from jaxdist.runtime.transfer import Pickler, ResultPickler
 
@@ -126,7 +127,7 @@ def _write_task(folder: Path, fn: Callable[..., Any], args: tuple[Any, ...], kwa
 def _error(folder: Path, name: str, code: int, n: int) -> BaseException:
     """What to raise for a job that failed: the error of the rank that did first."""
     try:
-        summary, traceback, pickled = pickle.loads((folder / f"error of {name}").read_bytes())
+        summary, trace, pickled = pickle.loads((folder / f"error of {name}").read_bytes())
     except FileNotFoundError:
         killed = signal.Signals(code - 128).name if code - 128 in set(signal.Signals) else ""
         ended = f"was ended by {killed}" if killed else f"ended with exit code {code}"
@@ -138,7 +139,7 @@ def _error(folder: Path, name: str, code: int, n: int) -> BaseException:
         error = None
     if not isinstance(error, Exception):  # SystemExit would end this process
         error = RuntimeError(summary)
-    error.add_note(f"Raised on {name} of {n}:\n\n{traceback.rstrip()}")
+    error.add_note(f"Raised on {name} of {n}:\n\n{trace.rstrip()}")
     return error
 
 
@@ -185,5 +186,7 @@ def _write_error(path: Path, error: BaseException) -> None:
     except Exception:
         pickled = b""
     draft = path.with_name(f"unfinished {path.name}")
-    draft.write_bytes(pickle.dumps((in_words(error), printed(error, trace), pickled)))
+    draft.write_bytes(
+        pickle.dumps((in_words(error), "".join(traceback.format_exception(type(error), error, trace)), pickled))
+    )
     draft.rename(path)

@@ -32,11 +32,9 @@ class Explanation:
 
 
 def explain(step: Callable[..., Any], *args: Any, verbose: bool = False, **kwargs: Any) -> Explanation:
-    """List the communication of a step. Nothing is sent or compiled, and no arrays are needed.
+    """List the communication of a step, without sending or compiling anything.
 
     The text shows the bytes per mesh axis, and for the largest ones the operation, your line, and how to avoid them.
-    Reductions of gradients and losses belong to data parallelism; other operations across examples (a similarity
-    matrix, a sort) send activations, or run on every device.
 
     Args:
       step: a decorated step, or a plain step, which is decorated with the defaults.

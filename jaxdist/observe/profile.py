@@ -26,13 +26,11 @@ Trace = tuple[float, dict[Collective, list[list[float]]]]
 
 @contextlib.contextmanager
 def profile(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Trace the devices of every rank, and print a breakdown of their time on the root.
+    """Trace every rank's devices, and print a breakdown of their time on the root. Every rank enters and leaves it.
 
-    Every rank enters and leaves it. Rank r writes to ``path/rank{r}``, for TensorBoard (with
-    tensorboard-plugin-profile) or, with the ``perfetto_trace.json.gz`` inside, for https://ui.perfetto.dev. Run the
-    step once before, or the trace contains its compilation. The table splits the busy time of the devices into
-    computation, each collective by mesh axis with the line of code that causes it, and waiting for slower devices,
-    without collectives outside a step over MPI.
+    Rank r writes to ``path/rank{r}``, for TensorBoard or, with its ``perfetto_trace.json.gz``, for
+    https://ui.perfetto.dev. The table has computation, each collective with its mesh axis and line of code, and waiting
+    for slower devices. Run the step once before, or the trace contains its compilation.
 
     Args:
       path: the folder. It is created if necessary.

@@ -22,12 +22,12 @@ from jax.sharding import Mesh
 from jaxdist import compat
 from jaxdist.ir.wire import Collective
 from jaxdist.machine import VIRTUAL
-from jaxdist.mesh import AXIS, GROUP, Axis, Sizes, along, along_data, in_host, mesh_of
+from jaxdist.mesh import AXIS, GROUP, Axis, Sizes, along, along_data, mesh_of, on_each_host
 from jaxdist.placements.marks import HOST
 from jaxdist.planning import schedule
 from jaxdist.planning.footprint import readable
 from jaxdist.planning.report import Candidate, Plan, Traffic, duration, total_of
-from jaxdist.planning.topology import Topology
+from jaxdist.planning.topology import Topology, target
 from jaxdist.step.calling import AUTO
 from jaxdist.step.decorated import DataParallel
 from jaxdist.step.forecast import Ahead, Forecast, Held, chosen, meshes
@@ -107,7 +107,9 @@ class Elsewhere:
     @property
     def in_host(self) -> int:
         """Return how many devices per host the data axis has, or 0 if all, one, or unequal."""
-        return in_host(along_data(self._mesh, self.topology.on))
+        hosts = along_data(self._mesh, self.topology.on)
+        size = on_each_host(hosts)
+        return size if 1 < size < len(hosts) else 0
 
     @property
     def compilations(self) -> int:
@@ -234,7 +236,7 @@ def _devices(topology: Topology) -> tuple[list[Any], str, list[str]]:
     notes = []
     if not topology.kind.is_cpu:
         try:
-            return compat.gpus_elsewhere(topology.kind.target, topology.hosts, topology.per_host), "cuda", notes
+            return compat.gpus_elsewhere(target(topology.kind), topology.hosts, topology.per_host), "cuda", notes
         except ImportError as error:
             reason = str(error).splitlines()[0]
             notes.append(

@@ -26,22 +26,18 @@ def fit(
     levels: Sequence[int] = LEVELS,
     mesh: Sizes | Literal["auto"] | None = None,
 ) -> Plan:
-    """Find the ZeRO level and sharding groups with which a step fits in memory and takes the least time.
+    """Find the ZeRO level, sharding groups and mesh with which a step fits in memory and takes the least time.
 
     The step is compiled as written, and at each level for state sharded over all devices and, with several hosts of
-    several devices, for ``within="host"``. ``mesh="auto"`` also finds the mesh, among those that divide the batch and
-    keep the model and sequence axes within a host; it compiles the ten most promising candidates at most, and `why`
-    says if others are left.
-
-    Candidates are ordered by estimated time: FLOPs at a share of the data sheet's rate, one read and one write of the
-    state, and messages at full link speed, except those that the schedule overlaps (without one, see `plan`, none).
+    several devices, for ``within="host"``.
 
     Args:
       step: a step decorated with `jaxdist.data_parallel` or `jaxdist.parallel`.
       *args: arguments of the step, see `plan`.
       topology: the devices, see `plan`.
       levels: ZeRO levels to try.
-      mesh: the sizes of the axes, as for `jaxdist.parallel`; "auto" to find the best; None for the step's own mesh.
+      mesh: the sizes of the axes; None for the step's own mesh. "auto" compiles the ten most promising candidates at
+        most, of meshes that divide the batch and keep the model and sequence axes within a host.
 
     Returns:
       The candidates. ``print`` them, or use `chosen` (None if nothing fits), its ``code``, and ``to_json()``.
@@ -51,18 +47,11 @@ def fit(
       ValueError: the topology or a level is invalid, or the devices cannot form the mesh.
 
     Example:
-      >>> import jax, jax.numpy as jnp, jaxdist, optax
-      >>> tx = jaxdist.zero(optax.adam(1e-3), level=0)
-      >>> @jaxdist.data_parallel
-      ... def step(w, opt_state, batch):
-      ...     grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
-      ...     updates, opt_state = tx.update(grads, opt_state, w)
-      ...     return optax.apply_updates(w, updates), opt_state
-      >>> w = jax.ShapeDtypeStruct((1000, 100), jnp.float32)
-      >>> batch = jax.ShapeDtypeStruct((64, 1000), jnp.float32)
-      >>> found = jaxdist.planning.fit(step, w, jax.eval_shape(tx.init, w), batch, topology="4xcpu", levels=(1, 3))
-      >>> [one.name for one in found.candidates], found.chosen.fits
-      (['level 0', 'level 1', 'level 3'], True)
+      >>> import jax, jax.numpy as jnp, jaxdist
+      >>> step = jaxdist.data_parallel(lambda w, batch: w - jnp.mean(batch, 0))
+      >>> w, batch = jax.ShapeDtypeStruct((1000,), jnp.float32), jax.ShapeDtypeStruct((64, 1000), jnp.float32)
+      >>> jaxdist.planning.fit(step, w, batch, topology="4xcpu").chosen.fits
+      True
     """
     auto = mesh == AUTO or (mesh is None and getattr(step, "mesh", None) == AUTO)
     there = Elsewhere(step, args, topology, levels, {AXIS: -1} if auto else mesh)
@@ -113,10 +102,7 @@ def _options(there: Elsewhere, mesh: str) -> list[_Option]:
 
 
 def _search(among: Sequence[_Option]) -> tuple[list[Candidate], list[Candidate]]:
-    """Compile the most promising candidates until one fits and no other can be faster.
-
-    Returns all candidates, and those that may be faster but exceed the limit on compilations.
-    """
+    """Compile promising candidates until no other can be faster; return all, and those beyond the limit."""
     there = among[0].there
     found = [one.bound for one in among]
     ratios: dict[int, float] = {}

@@ -64,8 +64,7 @@ def memory(tree: Any, compiled: Any = None) -> Memory:
 
     Args:
       tree: a pytree of arrays, such as a state that a decorated step returned.
-      compiled: the step, ``step.lower(*args).compile()``, to add XLA's figures: arguments, results that do not reuse
-        their memory, and temporary memory (gradients, activations, message buffers).
+      compiled: the step, ``step.lower(*args).compile()``, to add XLA's figures.
 
     Returns:
       A table. ``print`` it, or use its `rows` and `total`.
@@ -75,9 +74,6 @@ def memory(tree: Any, compiled: Any = None) -> Memory:
       >>> state = {"params": jnp.ones((4, 5), jnp.float32), "step": jnp.zeros((), jnp.int32)}
       >>> jaxdist.planning.memory(state).total.whole
       84
-
-    References:
-      Rajbhandari et al., *ZeRO*, arXiv 1910.02054, section 3 (where the memory goes).
     """
     kinds: dict[str, list[Any]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):

@@ -125,7 +125,7 @@ class Plan:
         and ``"fits"`` may be null.
         """
         kind = dataclasses.asdict(self.topology.kind)
-        del kind["target"]
+        del kind["is_cpu"]
         candidates = [
             dataclasses.asdict(one)
             | {"seconds": one.seconds, "missing": self.missing(one), "code": one.code, "mesh": one.mesh or None}

@@ -23,10 +23,7 @@ _BITS = re.compile(r"\d+")
 
 
 def collectives(text: str, devices: int) -> list[Collective]:
-    """List the collectives of a compiled program.
-
-    Source: https://openxla.org/xla/operation_semantics, https://openxla.org/xla/async_ops
-    """
+    """List the collectives of a compiled program (https://openxla.org/xla/async_ops)."""
     found, entry = computations(text)
     return list(_walk(found, entry, devices, 1))
 
@@ -60,10 +57,7 @@ def _collective(one: Instruction, computations: Computations) -> Instruction:
 
 
 def _hidden(body: list[Instruction], start: int, types: dict[str, str]) -> bool:
-    """Check whether a kernel on more than scalars runs between a collective's start and end.
-
-    Without an end in the same computation it does not count.
-    """
+    """Check whether a kernel on more than scalars runs between a collective's start and its end, if that is here."""
     work = False
     for one in body[start + 1 :]:
         if one.opcode.endswith("-done") and body[start].name in one.operands:

@@ -52,3 +52,31 @@ class Topology:
 
     def __str__(self) -> str:
         return f"{self.hosts}x" * (self.hosts > 1) + f"{self.per_host}x{self.kind.name}"
+
+
+# Compute capability, cores, FPUs of a core, bytes of shared memory of a core and of the L2 cache, and GHz.
+_AMPERE, _HOPPER = (8, 108, 64, 167936, 41943040, 1.41), (9, 132, 128, 233472, 52428800, 1.98)
+_CHIPS = {
+    "A100-40": _AMPERE, "A100-80": _AMPERE, "H100": _HOPPER, "H200": _HOPPER,
+    "B200": (10, 148, 128, 233472, 132644864, 1.965),
+}  # fmt: skip
+
+
+def target(kind: Kind) -> str:
+    """Return the description of a GPU for XLA's compiler, a text proto."""
+    capability, cores, fpus, shared, l2, clock = _CHIPS[kind.name]
+    extension = "feature_extension: ACCELERATED_FEATURES" if capability >= 9 else ""
+    return f"""
+      gpu_device_info {{
+        cuda_compute_capability {{ major: {capability} {extension} }}
+        core_count: {cores} fpus_per_core: {fpus} clock_rate_ghz: {clock} l2_cache_size: {l2}
+        memory_bandwidth: {kind.bandwidth:.0f} device_memory_size: {kind.memory}
+        shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared - 1024} shared_memory_per_core: {shared}
+        threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+        block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+        registers_per_core_limit: 65536 registers_per_block_limit: 65536
+      }}
+      platform_name: "CUDA"
+      dnn_version_info {{ major: 9 minor: 10 }}
+      device_description_str: "{kind.model}"
+    """

@@ -220,7 +220,7 @@ def init(
         if number and not isinstance(communicator, str):
             raise ValueError("lanes: a communicator of your own adds up in an order of its own. Leave one of them out")
         timeout = _timeout(timeout)
-        streams.open_closed()  # a daemon may have closed them since the import
+        streams.open_closed()
         found = connectors.connect(connector, timeout=timeout, rank=rank, size=size)
         ctx = Context(found, start.control_of(found, timeout), timeout)
         failfast.install(ctx.control)  # from here on, a failure of one rank ends the job

@@ -21,7 +21,6 @@ from typing import Any
 import gallery
 import jax
 import numpy as np
-import optax
 import pytest
 from harness import check, jobs, quick
 from jax.sharding import Mesh
@@ -77,42 +76,6 @@ def test_on_meshes(name: str, sizes: dict[str, int], level: int) -> None:
     decorate = lambda step, _: jaxdist.parallel(step, mesh=mesh, layouts=LAYOUTS[name])
     found = gallery.CASES[name](decorate, lambda batch: batch, level)
     gallery.compare(found, gallery.on_one_device(name), f"{name} on {sizes} at level {level}")
-
-
-def test_a_run_that_goes_on_elsewhere(tmp_path: Path) -> None:
-    """MNIST on 4 devices at level 3, interrupted within an epoch, then on 2 at level 2; with dropout and BatchNorm."""
-    import mnist  # pyright: ignore[reportMissingImports]
-
-    train = gallery.digits.load(None)[0]
-    examples = gallery.wide({"image": train.image_NxHxWxC[:33], "label": train.label_N[:33]})
-    model = mnist.LeNet(dropout=0.2, batchnorm=True)
-    step = mnist.train_step.__wrapped__
-
-    def run(decorated: Any, level: int, path: Path, steps: int) -> tuple[list[float], Any]:
-        stats = dict(gallery.wide(model.init(jax.random.key(0), examples["image"][:1], train=False)))
-        tx = jaxdist.zero(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), level)  # type: ignore[arg-type]
-        state = mnist.State.create(
-            apply_fn=model.apply, params=stats.pop("params"), tx=tx, stats=stats, key=jax.random.key(1)
-        )
-        batches = jaxdist.loader(examples, 16, seed=0)
-        if jaxdist.latest_step(path):
-            saved = jaxdist.restore(path, {"train": state, "data": batches.get_state()})
-            state = saved["train"]
-            batches.set_state(saved["data"])
-        losses = []
-        for batch in (batch for _ in range(2) for batch in batches):
-            state, metrics = decorated(state, batch)
-            losses.append(float(metrics["loss"]))
-            if len(losses) == steps:
-                break
-        jaxdist.save(path, {"train": state, "data": batches.get_state()}, steps)
-        return losses, (state.params, state.stats, state.key)
-
-    one, final = run(jax.jit(step), 0, tmp_path / "one", 4)
-    first, _ = run(jaxdist.data_parallel(step, mesh=check.mesh(4)), 3, tmp_path / "cut", 1)
-    rest, found = run(jaxdist.data_parallel(step, mesh=check.mesh(2)), 2, tmp_path / "cut", 3)
-    np.testing.assert_allclose([*first, *rest], one, rtol=0, atol=1e-10)
-    check.compare(jaxdist.unshard(found), final)
 
 
 # --- scripts: their losses are those under `--single`
@@ -178,11 +141,6 @@ def test_gpt_on_meshes(gpt_alone: list[float], tmp_path: Path) -> None:
     np.testing.assert_allclose(gpt(tmp_path, "--mesh=data=2,model=2,sequence=2"), gpt_alone, rtol=0, atol=2e-3)
     forget_the_end(tmp_path)
     np.testing.assert_allclose(gpt(tmp_path, "--mesh=model=2,data=-1", "--level=3"), gpt_alone, rtol=0, atol=2e-3)
-
-
-def test_gpt_in_16_bits(gpt_alone: list[float], tmp_path: Path) -> None:
-    losses = gpt(tmp_path, "--bf16", "--level=2", "--microbatches=2")
-    np.testing.assert_allclose(losses, gpt_alone, rtol=0.2)
 
 
 @pytest.mark.mpi

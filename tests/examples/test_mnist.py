@@ -1,12 +1,10 @@
-"""examples/mnist.py: trains, on one device and on several, on scans and on IDX files."""
+"""examples/mnist.py: trains, on one device and on several."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import re
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -81,24 +79,3 @@ def test_the_number_of_devices_does_not_change_the_loss(
     said, _ = gallery.script("mnist", "--epochs", 2, "--level", level, "--log-dir", run, *flags)
     assert final(said)[2] == 8
     np.testing.assert_allclose(logged(run), on_one_device(tmp_path / "one", *flags), rtol=1e-4)
-
-
-def write_idx(path: Path, array: np.ndarray) -> None:
-    shape = struct.pack(f">{array.ndim}I", *array.shape)
-    content = bytes([0, 0, 8, array.ndim]) + shape + array.tobytes()
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-
-
-@pytest.mark.parametrize("name", ["-idx{}-ubyte", ".idx{}-ubyte.gz", "-idx{}-ubyte.gz"])
-def test_idx_files(name: str, tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    wanted = {}
-    for part, count in (("train", 200), ("t10k", 50)):
-        image, label = (rng.integers(0, 256, (count, *shape), np.uint8) for shape in ((28, 28), ()))
-        wanted[part] = image.astype(np.float32)[..., None] / 255, label % 10
-        write_idx(tmp_path / f"{part}-images{name.format(3)}", image)
-        write_idx(tmp_path / f"{part}-labels{name.format(1)}", label % 10)
-    for split, (image, label) in zip(digits.load(tmp_path), wanted.values(), strict=True):
-        np.testing.assert_array_equal(split.image_NxHxWxC, image)
-        np.testing.assert_array_equal(split.label_N, label)
-        assert len(split) == len(label)

@@ -19,8 +19,6 @@ import pytest
 from catalogue.trees import BAD_SAVES, DTYPES, FOLDERS, MODEL, OTHER_MODELS, REFUSED, TREES, USUAL, some
 from harness.errors import raises
 from harness.states import same, there
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -69,13 +67,6 @@ def test_any_tree(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for i, (name, tree) in enumerate(TREES.items()):
         check(tmp_path / str(i), tree(), name)
     assert not caplog.records
-
-
-def test_bytes_taken_for_bools(tmp_path: Path) -> None:
-    """Any but 0 is True, and comes back as 1."""
-    x = np.arange(256, dtype=np.uint8).view(bool)
-    jaxdist.save(tmp_path, x, 1)
-    assert jaxdist.restore(tmp_path, x).tolist() == [False] + [True] * 255
 
 
 def test_what_would_come_back_as_something_else(tmp_path: Path) -> None:
@@ -136,23 +127,6 @@ def test_of_another_model(tmp_path: Path) -> None:
     for change, tokens in OTHER_MODELS.values():
         with raises(CheckpointError, *tokens, str(tmp_path / "5")):
             jaxdist.restore(tmp_path, {"model": MODEL | change})
-
-
-LEAVES = st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(max_size=5) | st.builds(some, st.sampled_from(USUAL))
-NAMES = st.text(max_size=3)
-STATES = st.recursive(LEAVES, lambda t: st.lists(t, min_size=1, max_size=3) | st.dictionaries(NAMES, t, min_size=1))
-
-
-@settings(max_examples=30, deadline=None)
-@given(STATES)
-def test_any_state(tmp_path_factory: pytest.TempPathFactory, state: Any) -> None:
-    path = tmp_path_factory.mktemp("any") / "run"
-    try:
-        jaxdist.save(path, state, 1)
-    except ValueError:  # two leaves of one name
-        assert not path.exists()
-    else:
-        assert same(jaxdist.restore(path, state), state)
 
 
 # --- places
@@ -315,39 +289,28 @@ def test_after_going_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
         save(tmp_path, 15)
 
 
-@pytest.mark.parametrize("kind", ["leftover", "old", "link"])
+@pytest.mark.parametrize("kind", ["leftover", "old"])
 def test_what_cannot_be_removed_warns_once(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On NFS a file that someone reads stays, and so does its folder, or a step that was moved away: saving goes on."""
+    """On NFS a file that someone reads stays, and so does its folder: saving goes on."""
     run = tmp_path / "run"
     if kind == "leftover":
         (run / "7.abc.orbax-checkpoint-tmp").mkdir(parents=True)
     else:
         save(run, 1)
-    if kind == "link":
-        (run / "1").rename(tmp_path / "elsewhere")
-        (run / "1").symlink_to(tmp_path / "elsewhere")
-        assert jaxdist.restore(run, {"w": 0}) == {"w": 1}
 
     def busy(path: Path, **_: Any) -> None:
         raise OSError(16, "Device or resource busy", str(path))
 
     with monkeypatch.context() as patch:
-        if kind != "link":
-            patch.setattr(shutil, "rmtree", busy)
+        patch.setattr(shutil, "rmtree", busy)
         for step in (2, 3, 4):
             save(run, step, keep=3)
             assert jaxdist.restore(run, {"w": 0}) == {"w": step}
-    (told,) = {line.getMessage() for line in caplog.records}
-    assert str(run) in told if kind == "link" else "busy" in told  # Python 3.13's error about links has no words
-    assert len(caplog.records) == 1
+    assert ["busy" in line.getMessage() for line in caplog.records] == [True]
     save(run, 9, keep=1)
-    if kind == "link":
-        assert "9" in there(run)
-        assert (tmp_path / "elsewhere" / "manifest.json").exists()
-    else:
-        assert there(run) == ["9"]
+    assert there(run) == ["9"]
 
 
 def test_a_folder_that_was_removed(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -210,15 +209,6 @@ def test_a_random_transform_depends_on_example_epoch_and_seed_alone(kind: str) -
     assert one != read(1, seed=1)
 
 
-def test_a_transform_may_write_into_its_example() -> None:
-    def double(x: Any) -> Any:
-        x *= 2
-        return x
-
-    loader = make(np.ones((4, 3)), 4, transform=double)
-    assert [float(next(iter(loader)).sum()) for _ in range(2)] == [24, 24]
-
-
 # --- refusals
 
 
@@ -251,13 +241,6 @@ def test_states_of_others() -> None:
             loader.set_state(wrong)
 
 
-def test_a_stream_that_is_shorter_than_what_was_read() -> None:
-    loader = make(Again(range(40)), 4, shuffle=False)
-    epoch([loader], 8)
-    with raises(ValueError, "32"):
-        make(Again(range(10)), 4, shuffle=False).set_state(loader.get_state())
-
-
 def test_a_stream_that_comes_in_another_order(caplog: pytest.LogCaptureFixture) -> None:
     """After a restart it is read again, which is said; the next example has to be the one that came next."""
     numbers = list(range(40))
@@ -280,18 +263,6 @@ def test_a_state_that_text_would_change_is_not_used() -> None:
         assert (ast.literal_eval(state["stream"])[1] is None) == (made not in kept)
         again.set_state(json.loads(json.dumps(state)))
         assert flat(epoch([again])) == flat(epoch([alone]))[8:]
-
-
-def test_an_error_of_the_stream_is_the_loops() -> None:
-    class Broken:
-        def __iter__(self) -> Iterator[int]:
-            yield from range(6)
-            raise OSError("shard 3 is cut short")
-
-    loop = iter(make(Broken(), 2, shuffle=False))
-    assert [next(loop).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
-    with raises(OSError, "shard 3 is cut short"):
-        list(loop)
 
 
 # --- processes

@@ -140,24 +140,6 @@ def test_a_tokenizing_that_was_stopped_leaves_nothing_behind(tmp_path: Path) -> 
         jaxdist.data.tokenize(list("abc"), str.encode, tmp_path / "u")
 
 
-def test_what_killed_runs_have_left_is_removed(tmp_path: Path) -> None:
-    """But nothing of one that still writes."""
-    (leftover := tmp_path / ".t.0123abcd").mkdir()
-    (leftover / "tokens.npy").touch()
-
-    def encode(text: str) -> bytes:
-        written.append(text)
-        if len(written) == 4:  # after the samples
-            jaxdist.data.tokenize(["c"], str.encode, tmp_path / "t2")
-            jaxdist.data.tokenize(["a", "c"], str.encode, tmp_path / "t")
-        return text.encode()
-
-    written: list[str] = []
-    with raises(ValueError, "different documents"):
-        jaxdist.data.tokenize(["a", "b"], encode, tmp_path / "t")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["t", "t2"]
-
-
 def test_damage_of_tokens_is_told(tmp_path: Path) -> None:
     """By the name of the file or the folder."""
     texts = ["".join(chr(97 + i * j % 26) for j in range(50)) for i in range(100)]
@@ -214,14 +196,6 @@ def test_rows(lengths: list[int], length: int, seed: int | None) -> None:
             assert len(set(np.searchsorted(documents.ends, piece - 1, "right").tolist())) == 1
             assert piece.tolist() == list(range(piece[0], piece[0] + len(piece)))
             assert row["tokens_positions"][segments == segment].tolist() == list(range(len(piece)))
-
-
-def test_a_seed_orders_the_documents() -> None:
-    lengths = np.random.default_rng(0).integers(1, 100, 2000)
-    documents = jaxdist.data.Documents(np.arange(lengths.sum()), np.cumsum(lengths))
-    first = [next(iter(jaxdist.data.packed(documents, 128, seed=seed)))["tokens"].tolist() for seed in (None, 0, 0, 1)]
-    assert first[1] == first[2]
-    assert len(set(map(tuple, first))) == 3
 
 
 def test_packing_that_cannot_be() -> None:

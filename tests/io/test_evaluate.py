@@ -80,11 +80,6 @@ def test_counts_beyond_what_32_bits_hold() -> None:
     assert jaxdist.evaluate(jax.jit(lambda x: x), [jnp.float32(2**24), jnp.float32(1)]) == 2**24 + 1
 
 
-def test_many_batches() -> None:
-    """More than the host may be ahead of the device."""
-    assert jaxdist.evaluate(jax.jit(lambda x: x), (np.int32(i) for i in range(100))) == sum(range(100))
-
-
 def test_a_dropped_tail_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     step = jaxdist.data_parallel(sums_of)
     with caplog.at_level(logging.WARNING, "jaxdist"):

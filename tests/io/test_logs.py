@@ -7,7 +7,6 @@ import itertools
 import json
 import logging
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -78,7 +77,8 @@ def test_what_is_logged(tmp_path: Path) -> None:
         for step in (0, 1, 2, 5):
             log(step, loss=jnp.float32(step), correct=jnp.int32(step), lr=0.5)
             time.sleep(0.01)
-        log(5, accuracy=0.5)
+        log(5, accuracy=0.5, nan=jnp.nan, least=-jnp.inf)
+    assert "NaN" not in (run / FILE).read_text().replace('"NaN"', "").replace('"-Infinity"', "")
     assert "jaxdist-log" not in {thread.name for thread in threading.enumerate()}  # it would abort Python's end
     *rows, last = lines(run)
     assert (last["step"], last["accuracy"], last.get("loss")) == (5, 0.5, None)
@@ -158,22 +158,6 @@ def test_what_a_crash_has_damaged_is_dropped(
     assert steps(tmp_path) == [*range(left), 2]
     assert (tmp_path / f"{FILE}.bak").read_bytes() == damaged
     assert [str(file) in text for text in caplog.messages] == [True] * (cut != 1)
-
-
-def test_a_kill_takes_away_no_line(tmp_path: Path) -> None:
-    code = "import os, jaxdist\nlog = jaxdist.run_log('.').__enter__()\n"
-    code += "for step in range(100):\n    log(step, loss=1.0)\nos.kill(os.getpid(), 9)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60, check=False).returncode == -9
-    assert steps(tmp_path) == list(range(100))
-
-
-def test_nan_and_infinity_are_valid_json(tmp_path: Path) -> None:
-    with jaxdist.run_log(tmp_path) as log:
-        log(0, a=jnp.nan, b=jnp.float32(jnp.inf), c=-jnp.inf)
-    text = (tmp_path / FILE).read_text()
-    line = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert [float(line[name]) for name in "bc"] == [jnp.inf, -jnp.inf]
-    assert str(float(line["a"])) == "nan"
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -333,7 +317,6 @@ def test_what_plot_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for arguments, tokens in [
         ((tmp_path / "nowhere",), ("nowhere", FILE)), ((tmp_path / "empty",), ("'loss'", "none")), ((), ("RUN",)),
         ((run, "--metrics", "lr"), ("'lr'", "accuracy, loss")), ((run, "--out", "x.txt"), ("'txt'", "svg")),
-        ((run, "--out", "nowhere/x.png"), ("nowhere",)),
     ]:  # fmt: skip
         code, said = command("plot", *arguments)
         assert (code, missing(tokens, said)) == (2, []), said

@@ -94,18 +94,6 @@ def closing(*which: int) -> list[str]:
     return ["sh", "-c", f'exec "$@" {" ".join(CLOSED[k] for k in which)}', "sh"]
 
 
-@pytest.mark.parametrize("which", [(0,), pytest.param((0, 1, 2), marks=pytest.mark.slow)], ids=str)
-def test_the_null_device_stands_in_for_what_is_closed(which: tuple[int, ...], tmp_path: Path) -> None:
-    command = [*closing(*which), sys.executable, SCRIPT, "imported", str(tmp_path / "seen")]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
-    assert done.returncode == 0, done
-    first, after, child = eval((tmp_path / "seen").read_text())
-    assert [k for k in range(3) if not first[k]] == list(which)
-    assert after == ["/dev/null" if k in which else first[k] for k in range(3)]
-    assert eval(child) == [after[0], after[2]]
-    assert done.stdout == (b"" if 1 in which else b"out\n")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("which", [(2,), (0, 1, 2)])
 def test_nothing_of_the_job_gets_the_number_of_a_stream(which: tuple[int, ...], tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,6 @@ def streams() -> list[str]:
     """What the standard streams are."""
     paths = [Path(f"/proc/self/fd/{k}") for k in range(3)]
     return [str(path.readlink()) if path.is_symlink() else "" for path in paths]
-
-
-def imported() -> None:
-    """Without some streams; a child has the same. Writes into a file what it has seen."""
-    first = streams()
-    import jaxdist  # noqa: F401
-
-    print("out", flush=True)
-    print("err", file=sys.stderr)
-    sys.stdin.read()
-    code = "import os; print([os.readlink(f'/proc/self/fd/{k}') for k in (0, 2)])"
-    child = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout.decode()
-    Path(ARGUMENTS[0]).write_text(repr((first, streams(), child.strip())))
 
 
 def in_a_job() -> None:
