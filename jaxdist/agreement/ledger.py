@@ -55,10 +55,9 @@ class Ledger:
             self._control.listen(_FAILED, self._has_failed)
 
     def begin(self) -> None:
-        """Begin a call: wait for the one before, if a different thread made it.
-
-        XLA runs the programs of one thread on CPUs one after the other. Those of two run at once, and would take each
-        other's messages."""
+        """Begin a call: wait for the one before, if a different thread made it."""
+        # XLA runs the programs of one thread on CPUs one after the other. Those of two run at once, and would take each
+        # other's messages.
         if self._alone or (thread := threading.current_thread()) is self._thread:
             return
         output, self._output, self._thread = self._output, None, thread
@@ -74,7 +73,7 @@ class Ledger:
         """Check whether a call must be compared first: it is not expected, a rank waits for the comparison, or the
         call before has failed."""
         with self._lock:
-            waiting = [position for position, _ in self._control.waiting.values()]
+            waiting = [entry.position for *_, entry in self._control.waiting.values()]
             return self.unsettled or not self._foreseen(entry) or self.count in (*waiting, *self._announced.values())
 
     def announce(self, entry: Entry) -> None:
@@ -107,7 +106,7 @@ class Ledger:
         # Messages since this call was found to be expected.
         for rank, count in left.items():
             self._left(rank, count)
-        for rank, (position, what) in waiting.items():
+        for rank, (*_, (position, what)) in waiting.items():
             if position == at:
                 self._waits(rank, position, what)
 

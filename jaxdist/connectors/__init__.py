@@ -25,11 +25,9 @@ VALID = ("auto", "env://", "tcp://host:port", *_MADE_BY)
 
 
 def choose(env: Mapping[str, str] | None = None) -> str:
-    """The connector that fits how this process was started.
-
-    An MPI's launcher comes before Slurm: inside an allocation it starts its daemons with srun, so that the step's
-    variables are there too (`jaxdist.connectors.launchers` tells srun's own PMI variables from it).
-    """
+    """The connector that fits how this process was started."""
+    # An MPI's launcher comes before Slurm: inside an allocation it starts its daemons with srun, so that the step's
+    # variables are there too (`jaxdist.connectors.launchers` tells srun's own PMI variables from it).
     env = os.environ if env is None else env
     if env.get("JAXDIST_CONNECTOR", "auto") != "auto":
         return env["JAXDIST_CONNECTOR"]

@@ -29,11 +29,9 @@ class Launched(NamedTuple):
 
 
 def by_mpi(env: Mapping[str, str]) -> Launched | None:
-    """The MPI launcher that started this process, if one did.
-
-    srun gives every program PMI variables too (`--mpi=pmi2`), and mpirun inside an allocation starts its daemons with
-    srun, so that ranks inherit the variables of a step. They are srun's own where both say the same.
-    """
+    """The MPI launcher that started this process, if one did."""
+    # srun gives every program PMI variables too (`--mpi=pmi2`), and mpirun inside an allocation starts its daemons with
+    # srun, so that ranks inherit the variables of a step. They are srun's own where both say the same.
     for by, prefix in _OWN_NAMES:
         if prefix + "RANK" in env and prefix + "SIZE" in env:
             return _launched(by, env, prefix + "RANK", prefix + "SIZE", certain=True)

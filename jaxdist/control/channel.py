@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import os
 import queue
@@ -51,8 +50,8 @@ class Control:
         self.patience = min(_MOST_PATIENCE, max(_LEAST_PATIENCE, timeout))
         self.process = Process(rank)
         self.left: dict[int, int] = {}  # who has said goodbye, and its position
-        self.waiting: dict[int, Entry] = {}  # who waits in an exchange to which this rank has not come
-        self._waiting_in: dict[int, tuple[int, str]] = {}  # its number and its tag
+        # Who waits in an exchange to which this rank has not come: its number, its tag, and where the other rank is.
+        self.waiting: dict[int, tuple[int, str, Entry]] = {}
         # Whom to ask where this rank is, and where others are: the ledger, and the watchdog.
         self.position: Callable[[], int] = lambda: 0
         self.whereabouts: Callable[[list[int]], str | None] = lambda late: ""
@@ -76,10 +75,8 @@ class Control:
     ) -> None:
         key = key or job_key(addresses[0][0], f"port {addresses[0][1]}")
         if self.rank == 0:
-            if server is None:
-                server = rendezvous.bind(addresses[0][0], [port for _, port in addresses])
-            host = addresses[0][0] if addresses else "0.0.0.0"
-            address = f"tcp://{host}:{server.getsockname()[1]}"
+            server = server or rendezvous.bind(addresses[0][0], [port for _, port in addresses])
+            address = f"tcp://{addresses[0][0]}:{server.getsockname()[1]}"
             meeting = rendezvous.gather(server, self.size, key, timeout, address)
         else:
             meeting = rendezvous.join(addresses, self.rank, self.size, key, timeout)
@@ -228,7 +225,7 @@ class Control:
     @property
     def tags(self) -> set[str]:
         """The exchanges in which other ranks wait."""
-        return {tag for _, tag in list(self._waiting_in.values())}
+        return {tag for _, tag, _ in list(self.waiting.values())}
 
     @property
     def ending(self) -> bool:
@@ -251,16 +248,13 @@ class Control:
     def _send(self, message: tuple[Any, ...], *, last: bool = False) -> None:
         """Tell the hub, from any thread; wait until it is out if it is the `last` that this process may have to say."""
 
-        async def send() -> None:
-            self._tell_hub(message)
-
         if threading.current_thread() is self._thread:
             self._tell_hub(message)
             return
-        sent = asyncio.run_coroutine_threadsafe(send(), self._loop)
+        sent = threading.Event()
+        self._loop.call_soon_threadsafe(lambda: (self._tell_hub(message), sent.set()))
         if last:
-            with contextlib.suppress(concurrent.futures.TimeoutError):
-                sent.result(_HAND_OVER_SECONDS)
+            sent.wait(_HAND_OVER_SECONDS)
 
     # --- the thread of the loop
 
@@ -298,7 +292,7 @@ class Control:
         kind = message[0]
         if kind == "notice":
             _, number, tag, rank, entry = message
-            self.waiting[rank], self._waiting_in[rank] = entry, (number, tag)
+            self.waiting[rank] = number, tag, entry
             self._tell("enter", rank, entry)
         elif kind == "bye":
             _, rank, position = message
@@ -309,8 +303,8 @@ class Control:
         elif kind == "post":
             self._tell(*message[1:])
         elif kind in ("result", "error"):
-            for rank in [r for r, (number, _) in self._waiting_in.items() if number <= message[1]]:
-                del self.waiting[rank], self._waiting_in[rank]
+            for rank in [r for r, (number, *_) in self.waiting.items() if number <= message[1]]:
+                del self.waiting[rank]
             self._answers.put(message)  # type: ignore[arg-type]
         elif kind == "end":
             self.process.end_because_of(*message[1:])

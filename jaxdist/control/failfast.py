@@ -26,12 +26,10 @@ _PRINT_SECONDS = 2.0  # for a traceback to be read
 
 
 def install(control: Control) -> None:
-    """End the whole job when this process meets an uncaught exception, in any thread.
-
-    The traceback is printed, every line marked with the rank; the other ranks print one line that says which rank
-    failed and why; all end with a non-zero code. A hook that was installed before (IPython, rich) is called, too.
-    `sys.exit` with a failing code on one rank ends the job too. A job of one process is left alone.
-    """
+    """End the whole job when this process meets an uncaught exception, in any thread."""
+    # The traceback is printed, every line marked with the rank; the other ranks print one line that says which rank
+    # failed and why; all end with a non-zero code. A hook that was installed before (IPython, rich) is called, too.
+    # `sys.exit` with a failing code on one rank ends the job too. A job of one process is left alone.
     if control.size == 1:
         return
     previous, previous_thread = sys.excepthook, threading.excepthook
@@ -115,11 +113,9 @@ def fail_at_exit(control: Control, message: str) -> None:
 
 
 def _watch_exit(control: Control) -> None:
-    """Note the code of the `sys.exit` that ends the script, before the functions of atexit run.
-
-    Python calls neither excepthook nor atexit with it. But the interpreter reads the exception's `code`, with no frame
-    of Python on the stack. (Python 3.8 to 3.13.)
-    """
+    """Note the code of the `sys.exit` that ends the script, before the functions of atexit run."""
+    # Python calls neither excepthook nor atexit with it. But the interpreter reads the exception's `code`, with no
+    # frame of Python on the stack. (Python 3.8 to 3.13.)
 
     member: Any = SystemExit.__dict__["code"]
 

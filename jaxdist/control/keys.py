@@ -23,11 +23,9 @@ def is_loopback(host: str) -> bool:
 
 
 def job_key(host: str, name: str) -> bytes:
-    """What the ranks of a job whose root listens at `host` prove to each other to know.
-
-    JAXDIST_SECRET if it is set. Else a secret in the home directory, `~/.jaxdist/secret`, which the user's hosts share
-    and other users can't read.
-    """
+    """What the ranks of a job whose root listens at `host` prove to each other to know."""
+    # JAXDIST_SECRET if it is set. Else a secret in the home directory, `~/.jaxdist/secret`, which the user's hosts
+    # share and other users can't read.
     given = os.environ.get("JAXDIST_SECRET")
     public = hashlib.sha256(f"jaxdist {name}".encode()).digest()
     if given:

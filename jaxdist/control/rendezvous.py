@@ -228,10 +228,8 @@ async def _knock(host: str, port: int, key: bytes) -> Link:
 
 
 def _watch_silence(sock: socket.socket, timeout: float) -> None:
-    """A cut cable sends nothing: without keepalive the two ends of a connection would wait for ever.
-
-    The other kernel answers it, so a process that is stopped or busy is not taken for lost.
-    """
+    """A cut cable sends nothing: without keepalive the two ends of a connection would wait for ever."""
+    # The other kernel answers it, so a process that is stopped or busy is not taken for lost.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     seconds = max(_SILENCE_LEAST, min(_SILENCE_MOST, timeout))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

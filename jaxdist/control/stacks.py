@@ -31,12 +31,10 @@ def main_thread_line() -> str:
 
 
 def _main_thread() -> list[traceback.FrameSummary]:
-    """Its frames, the innermost first; none at its end.
-
-    To walk them ends in a segmentation fault now and then before Python 3.12 (seen with 3.11.7). What faulthandler does
-    there in its place ends in one later, while a function's last value is freed by C code that lets other threads run,
-    as a JAX array is (cpython#123967, seen with 3.13.0).
-    """
+    """Its frames, the innermost first; none at its end."""
+    # To walk them ends in a segmentation fault now and then before Python 3.12 (seen with 3.11.7). What faulthandler
+    # does there in its place ends in one later, while a function's last value is freed by C code that lets other
+    # threads run, as a JAX array is (cpython#123967, seen with 3.13.0).
     main = threading.main_thread().ident
     if sys.version_info < (3, 12):
         return _told_by_faulthandler(main)

@@ -104,11 +104,9 @@ def start(command: Command) -> "subprocess.Popen[bytes]":
 
 
 def exit_code(process: "subprocess.Popen[bytes]", *, stays_awake: bool) -> int | None:
-    """That of a command, as of a shell, if it has ended.
-
-    It stays a zombie until the end of the job, so that no other process gets the number of its session. One that
-    `stays_awake` goes on if somebody has stopped it: mpirun sees to the others.
-    """
+    """That of a command, as of a shell, if it has ended."""
+    # It stays a zombie until the end of the job, so that no other process gets the number of its session. One that
+    # `stays_awake` goes on if somebody has stopped it: mpirun sees to the others.
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT | (os.WSTOPPED if stays_awake else 0)
     found = os.waitid(os.P_PID, process.pid, options)
     if found is None:

@@ -145,10 +145,8 @@ def _with_rank(rank: int, line: bytes) -> bytes:
 
 
 def _threads(ranks: int) -> dict[str, str]:
-    """Shares the cores out: N processes with a thread per core each would fight for them.
-
-    XLA's CPU client reads PJRT_NPROC, not OMP_NUM_THREADS. What the user has set stays.
-    """
+    """Shares the cores out: N processes with a thread per core each would fight for them."""
+    # XLA's CPU client reads PJRT_NPROC, not OMP_NUM_THREADS. What the user has set stays.
     threads = str(max(1, cores() // ranks))
     names = ("PJRT_NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {name: threads for name in names if name not in os.environ} if ranks > 1 else {}

@@ -72,11 +72,9 @@ class Job:
         self._asked = False  # to end, by one of the user's
 
     def run(self) -> Ended:
-        """Run the commands to their end, from the main thread.
-
-        When one fails the others are ended within seconds. SIGINT, SIGTERM and SIGHUP are passed on, unless they were
-        ignored; a second one ends the job at once. If output is lost the exit code is `NOT_WRITTEN`.
-        """
+        """Run the commands to their end, from the main thread."""
+        # When one fails the others are ended within seconds. SIGINT, SIGTERM and SIGHUP are passed on, unless they were
+        # ignored; a second one ends the job at once. If output is lost the exit code is `NOT_WRITTEN`.
         # What is ignored stays ignored, here and in the ranks: `nohup`, a shell's job in the background.
         signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         caught = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]

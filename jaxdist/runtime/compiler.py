@@ -58,11 +58,9 @@ def check_same(every: Sequence[Mapping[str, str]], who: Callable[[int], str]) ->
 
 
 def check_processors(processors: Sequence[bytes], facts: Mapping[str, str], who: Callable[[int], str]) -> None:
-    """Refuse ranks over gloo whose programs may send their messages in another order.
-
-    XLA orders collectives that do not depend on each other by what it knows of the processor. Between CPU processes
-    messages have no names: the first that one rank sends is the first that the other takes.
-    """
+    """Refuse ranks over gloo whose programs may send their messages in another order."""
+    # XLA orders collectives that do not depend on each other by what it knows of the processor. Between CPU processes
+    # messages have no names: the first that one rank sends is the first that the other takes.
     other = next((rank for rank, found in enumerate(processors) if found != processors[0]), None)
     if other is not None and "--xla_cpu_max_isa" not in facts:
         raise ValueError(

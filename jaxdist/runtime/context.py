@@ -291,10 +291,8 @@ def machine_of(mesh: Mesh) -> Machine:
 
 
 def hosts_of(mesh: Mesh) -> list[Any]:
-    """The host of each device of a mesh, in order; of devices that are not the job's: what JAX calls a process.
-
-    Lanes are on one host, wherever they are: bits follow from it.
-    """
+    """The host of each device of a mesh, in order; of devices that are not the job's: what JAX calls a process."""
+    # Lanes are on one host, wherever they are: bits follow from it.
     job = _job_of(mesh)
     if job and job.communicator == "lanes":
         return [job.hosts[0]] * mesh.size

@@ -47,11 +47,9 @@ def check(control: Control, lanes: int | None, platform: str, wanted: str) -> No
 
 
 def start(control: Control, lanes: int) -> None:
-    """Have this process's lanes as its devices; before the backend starts.
-
-    As many threads for XLA on each process, however many cores it has: XLA divides a program's work by the number of
-    threads (`_set_up_cpus`), and sums over the rows of a tall array had other bits with another number.
-    """
+    """Have this process's lanes as its devices; before the backend starts."""
+    # As many threads for XLA on each process, however many cores it has: XLA divides a program's work by the number of
+    # threads (`_set_up_cpus`), and sums over the rows of a tall array had other bits with another number.
     if compat.backend_started():
         raise devices.too_late(control.rank)
     jax.config.update("jax_num_cpu_devices", lanes // control.size)

@@ -42,10 +42,9 @@ class Reader:
         return tuple((i, type(x), x) for i, x in enumerate(leaves) if not is_array(x) or i in numbers)
 
     def signature(self, args: tuple[Any, ...], keywords: tuple[str, ...], leaves: list[Any], tree: Any) -> Signature:
-        """The signature of a call: an earlier call's, or as this rank reads it.
-
-        A Python number is data, as under `jax.jit`; in modules of equinox it is a constant, as under
-        `equinox.filter_jit`."""
+        """The signature of a call: an earlier call's, or as this rank reads it."""
+        # A Python number is data, as under `jax.jit`; in modules of equinox it is a constant, as under
+        # `equinox.filter_jit`.
         if tree not in self._numbers:
             self._numbers[tree] = _in_equinox(args)
         parameters, numbers = self.calling.of(len(args), keywords), self._numbers[tree]
