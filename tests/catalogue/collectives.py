@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 import jaxdist
 
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
-INTS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+SMALL = ["float4_e2m1fn", *(f"float8_{kind}" for kind in (
+    "e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"))]  # fmt: skip
+INTS = [f"{kind}{bits}" for bits in (8, 16, 32, 64, 2, 4) for kind in ("int", "uint")]
 COMPLEX = ["complex64", "complex128"]
 OPS = ["sum", "avg", "prod", "min", "max"]
 KINDS = ["allreduce", "reduce", "reduce_scatter", "allgather", "all_to_all", "broadcast", "gather", "scatter"]
@@ -87,10 +89,9 @@ def _reduced(xp: Any, xs: list[Any], op: str) -> Any:
         return xp.asarray(functools.reduce(two, [x.astype(wide) for x in xs])).astype(dtype)
 
 
-def dtypes(call: Call, eager: bool = False) -> list[str]:
+def dtypes(call: Call) -> list[str]:
     """Those that the call takes."""
-    more = COMPLEX * (call.get("op") not in ("min", "max")) + ["int4", "float8_e4m3fn"] * eager
-    return [*FLOATS, *INTS, "bool", *more]
+    return [*FLOATS, *SMALL, *INTS, "bool", *COMPLEX * (call.get("op") not in ("min", "max"))]
 
 
 def random_call(rng: np.random.Generator, n: int, eager: bool = False) -> Call:
@@ -99,7 +100,7 @@ def random_call(rng: np.random.Generator, n: int, eager: bool = False) -> Call:
     call: Call = {"kind": kind}
     if "reduce" in kind:
         call["op"] = str(rng.choice(OPS))
-    call["dtype"] = str(rng.choice(dtypes(call, eager)))
+    call["dtype"] = str(rng.choice(dtypes(call)))
     order = [int(d) for d in rng.permutation(n)]
     halves = [order[: n // 2], order[n // 2 :]] if n % 2 == 0 else [[d] for d in order]
     any_size = [[order[:1], order[1:]], [order[: n - 1]]] if eager else []
