@@ -72,13 +72,11 @@ def bits(x: Any) -> tuple[Any, Move]:
         return x.astype(jnp.uint8), lambda y: y.astype(bool)
     if x.dtype.kind in "iuc" or x.dtype in (jnp.float32, jnp.float64):
         return x, lambda y: y
-    width = jax.dtypes.itemsize_bits(x.dtype)
-    unsigned = jnp.dtype(f"uint{width}")
-    sent = jnp.dtype(f"uint{max(width, 8)}")  # XLA for CPUs can't join or send less than a byte
-    return (
-        lax.bitcast_convert_type(x, unsigned).astype(sent),
-        lambda y: lax.bitcast_convert_type(y.astype(unsigned), x.dtype),
-    )
+    if jax.dtypes.itemsize_bits(x.dtype) < 8:  # XLA for CPUs can't join these
+        raw, back = bits(x.astype(jnp.int8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float8_e4m3fn))
+        return raw, lambda y: back(y).astype(x.dtype)
+    unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    return lax.bitcast_convert_type(x, unsigned), lambda y: lax.bitcast_convert_type(y, x.dtype)
 
 
 def extreme(x: Any, op: str, reduce: Move) -> Any:

@@ -110,8 +110,7 @@ class GlooLowering(XlaLowering):
         dim, tiled = eqn.params["scatter_dimension"], eqn.params["tiled"]
         groups = eqn.params["axis_index_groups"]
         size = len(groups[0]) if groups else lax.axis_size(eqn.params["axis_name"])
-        parts = slices(x, dim, size)
-        parts = lax.all_to_all(parts, eqn.params["axis_name"], 0, 0, tiled=True, axis_index_groups=groups)
+        parts = all_to_all(eqn.params["axis_name"], slices(x, dim, size), groups)
         total = exchange.summed(parts).astype(x.dtype)
         return total if tiled else total.squeeze(dim)
 

@@ -82,9 +82,9 @@ def _reduced(xp: Any, xs: list[Any], op: str) -> Any:
     two = {"sum": operator.add, "avg": operator.add, "prod": operator.mul, "min": xp.minimum, "max": xp.maximum}[op]
     if op == "avg":
         out = jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((), dtype)).dtype
-        wide = jnp.promote_types(out, "float64")
+        wide = "complex128" if jnp.issubdtype(out, jnp.complexfloating) else "float64"
         return (functools.reduce(two, [x.astype(wide) for x in xs]) / len(xs)).astype(out)
-    wide = "float64" if jnp.issubdtype(dtype, jnp.floating) else dtype
+    wide = "float64" if jnp.issubdtype(dtype, jnp.floating) else dtype if dtype.kind == "c" else "int64"
     with np.errstate(over="ignore"):
         return xp.asarray(functools.reduce(two, [x.astype(wide) for x in xs])).astype(dtype)
 
@@ -127,5 +127,25 @@ def random_call(rng: np.random.Generator, n: int, eager: bool = False) -> Call:
 def data(call: Call, rng: np.random.Generator, n: int) -> np.ndarray:
     """The devices' arrays, stacked; small integers, so that sums and products are exact."""
     shape, dtype = (n, *call["shape"]), call["dtype"]
-    x = rng.integers(0, 2 if dtype == "bool" else 3, shape)
+    x = rng.integers(dtype == "float8_e8m0fnu", 2 if dtype == "bool" else 3, shape)  # which has no zero
     return np.asarray(x + 1j * rng.integers(0, 3, shape) if dtype in COMPLEX else x).astype(jnp.dtype(dtype))
+
+
+# --- a step of numbers of every dtype
+
+
+def numbers(rows: int) -> dict[str, np.ndarray]:
+    """Zeros and ones of each dtype, few enough for exact sums."""
+    x = np.arange(rows * 3).reshape(rows, 3) % 2
+    return {d: x.astype(jnp.dtype(d)) for d in [*FLOATS, *SMALL, *INTS, *COMPLEX, "bool"]}
+
+
+def moved(w: Any, b: Any) -> Any:
+    """What a step sends of state (in shards) and batch: whole, largest, smallest, added up."""
+    summed = jax.vmap(lambda x: jax.lax.psum(x, "rows"), axis_name="rows")
+    extremes = [d for d in b if d not in COMPLEX]
+    return w, {
+        "whole": [{d: x[::-1] for d, x in of.items()} for of in (w, b)],
+        "extreme": [{d: f(b[d], 0) for d in extremes} for f in (jnp.max, jnp.min)],
+        "sum": {d: summed(b[d]) for d in b if d not in ("bool", "float8_e8m0fnu")},  # which has no zero to sum from
+    }

@@ -92,6 +92,7 @@ ROWS_OF: list[Row] = [
     Row([word("collectives:of_jax", True)], (MPIRUN,), ()),
     Row(["collectives:of_jax"], (), (HAND,)),
     Row([word("collectives:of_jaxdist", 1)], (), (RUN, THREE)),
+    Row(["collectives:of_every_dtype"], (MPIRUN,), (RUN, THREE, FOUR)),
     Row(["collectives:nan_in_a_step"], (MPIRUN,), (RUN, FOUR)),
     Row([word("collectives:scattered", 200 if FULL else 20)], (), (HAND,)),
     Row([word("collectives:away", "FOLDER")], (), (MPIRUN,)),
