@@ -161,7 +161,8 @@ class MpiLowering(Interpreter):
         axes = axes_of(eqn)
         own = tuple(axis for axis in axes if isinstance(axis, int))  # from vmap
         if own:
-            x = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[op](x.astype(exchange.reducible(x.dtype)), own).astype(x.dtype)
+            wide = x.astype(exchange.reducible(x.dtype))
+            x = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[op](wide, own).astype(x.dtype)
         named = tuple(axis for axis in axes if not isinstance(axis, int))
         return self._all_reduce(self._comm(eqn, named), x, op) if named else x
 

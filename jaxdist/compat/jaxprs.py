@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src import config as _config
 from jax._src import callback, debugging, hijax, source_info_util
+from jax._src import config as _config
 from jax._src.interpreters import batching
 from jax.extend.core import ClosedJaxpr
 from jax.extend.core.primitives import jit_p
