@@ -140,7 +140,7 @@ def _along(*names: str) -> Rule:
 
 def _reduce(kind: str) -> Rule:
     def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-        axes = [axis for axis in params["axes"] if isinstance(axis, int)]  # psum names axes of the mesh, too
+        axes = [axis for axis in params["axes"] if not isinstance(axis, str)]  # psum names axes of the mesh, too
         operand = tuple(range(len(ins[0])))
         return Factors((operand,), (tuple(d for d in operand if d not in axes),), reduced=dict.fromkeys(axes, kind))
 
