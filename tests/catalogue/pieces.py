@@ -37,12 +37,14 @@ def fit(y: Any, shape: Any) -> Any:
 
 NAMED: list[tuple[str, Any, str, Callable[..., Any]]] = [
     ("f", jnp, ("abs arccos arcsin arcsinh arctan arctanh cbrt ceil cos cosh exp exp2 expm1 floor i0 log log1p "
-                "rint sign sin sinc sinh sqrt square tan tanh isfinite signbit negative"), lambda f, r, x: f(positive(x))),
+                "rint sign sin sinc sinh sqrt square tan tanh isfinite signbit negative"),
+     lambda f, r, x: f(positive(x))),
     ("f", lax, "erf erf_inv erfc lgamma digamma bessel_i0e bessel_i1e rsqrt logistic is_finite reciprocal",
      lambda f, r, x: f(positive(x))),
     ("f", lax, "conj real imag", lambda f, r, x: f(lax.complex(x, x * 2))),
     ("ff", jnp, ("add subtract multiply divide power arctan2 hypot maximum minimum remainder nextafter copysign "
-                 "logaddexp heaviside greater less_equal"), lambda f, r, x, y: f(positive(x), positive(fit(y, x.shape)))),
+                 "logaddexp heaviside greater less_equal"),
+     lambda f, r, x, y: f(positive(x), positive(fit(y, x.shape)))),
     ("ff", lax, "igamma igammac igamma_grad_a random_gamma_grad zeta polygamma complex",
      lambda f, r, x, y: f(1 + positive(x), positive(fit(y, x.shape)))),
     ("f", jax.nn, "gelu silu relu6 elu celu softplus log_sigmoid hard_swish squareplus mish", lambda f, r, x: f(x)),

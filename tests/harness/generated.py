@@ -127,7 +127,7 @@ class Generated:
             got = jaxdist.unshard(step(w, tz.init(w), state, batch))
         finally:
             context.kind, options.cost = kind, cost
-        compare(got, want, 1e-8)
+        compare(got, want, 1e-6)  # attention multiplies in float32
 
     def __str__(self) -> str:
         rows = len(self.batch["z"])
