@@ -22,7 +22,7 @@ class Callbacks:
 
     def __init__(self) -> None:
         self.found = False
-        self._raised: list[Exception] = []
+        self._raised: list[BaseException] = []
 
     def guarded(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         """Return the program of a device with callbacks that give zeros where they raise."""
@@ -53,7 +53,7 @@ class Callbacks:
                 if (x.shape, x.dtype) != (like.shape, like.dtype):
                     raise TypeError(f"a callback returned {x.dtype}{list(x.shape)} for {like.str_short()}")
             return outs
-        except Exception as error:
+        except BaseException as error:
             context = get_context()
             if context.size > 1:  # the other ranks must not go on with zeros
                 failfast.end(context.control, error)

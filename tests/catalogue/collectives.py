@@ -136,7 +136,7 @@ def data(call: Call, rng: np.random.Generator, n: int) -> np.ndarray:
 
 def numbers(rows: int) -> dict[str, np.ndarray]:
     """Zeros and ones of each dtype, few enough for exact sums."""
-    x = np.arange(rows * 3).reshape(rows, 3) % 2
+    x = np.arange(rows * 3).reshape(rows, 3) // 2 % 2
     return {d: x.astype(jnp.dtype(d)) for d in [*FLOATS, *SMALL, *INTS, *COMPLEX, "bool"]}
 
 

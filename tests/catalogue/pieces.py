@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import jax.scipy as jsp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
 
 Piece = tuple[str, Callable[..., Any]]
 
@@ -100,6 +102,10 @@ _own_jvp.defjvp(lambda xs, ts: (jnp.sin(xs[0]), 2 * jnp.cos(xs[0]) * ts[0]))
 _own_vjp = jax.custom_vjp(jnp.cos)
 _own_vjp.defvjp(lambda x: (jnp.cos(x), x), lambda x, ct: (ct * jnp.sin(x) ** 2,))
 
+_own_vmap = jax.custom_batching.custom_vmap(lambda x: x * 2)
+_own_vmap.def_vmap(lambda size, batched, x: (x * 2, True))
+KEPT = jax.checkpoint_policies.save_only_these_names("kept")
+
 SHAPES: dict[str, Piece] = {
     "reshape": ("f", lambda r, x: x.reshape(r.choice([(-1,), (x.shape[0], -1), (-1, x.shape[-1]), (1, *x.shape)]))),
     "transpose": ("m", lambda r, x: jnp.transpose(x, r.sample(range(x.ndim), x.ndim))),
@@ -141,6 +147,13 @@ SHAPES: dict[str, Piece] = {
     "narrow": ("f", lambda r, x: (x.astype(r.choice(["float32", "int8", "int16"])) * 2).astype(jnp.float64)),
     "bits of": ("f", lambda r, x: lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) % 64),
     "reduce": ("f", lambda r, x: lax.reduce(x, 1.0, lax.mul, (axis(r, x),))), "named axis": ("m", _named_axis),
+    "own sum": ("f", lambda r, x: lax.reduce(x, 0.0, lambda a, b: a + b + a * b, (axis(r, x),))),
+    "xor": ("i", lambda r, i: jnp.bitwise_xor.reduce(i, axis=0)),
+    "pivots": ("m", lambda r, x: lax.linalg.lu(definite(x))[2]),
+    "eig": ("m", lambda r, x: jnp.sort(jnp.abs(jnp.linalg.eigvals(definite(x))))),
+    "betainc": ("f", lambda r, x: jsp.special.betainc(positive(x), 0.7, positive(x))),
+    "named": ("f", lambda r, x: jax.checkpoint(lambda x: jnp.sin(checkpoint_name(x * x, "kept")), policy=KEPT)(x)),
+    "own vmap": ("m", lambda r, x: jax.vmap(_own_vmap)(x)), "acosh": ("f", lambda r, x: lax.acosh(1 + positive(x))),
     "iota": ("f", lambda r, x: x * lax.broadcasted_iota(jnp.float64, x.shape, axis(r, x)) / 9),
     "approximate": ("f", lambda r, x: lax.approx_max_k(x, 1)[0]),
     "attention": ("m", lambda r, x: jax.nn.dot_product_attention(*[x.reshape(1, x.shape[0], 1, -1)] * 3)),
@@ -163,6 +176,9 @@ FLOWS: dict[str, Piece] = {
     "gradient": ("m", lambda r, x: jax.vmap(jax.grad(lambda v: jnp.sin(v).prod()))(x)),
     "callback": ("f", lambda r, x: jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)),
     "debug": ("f", lambda r, x: (jax.debug.callback(lambda x: None, x), x * 2)[1]),
+    "impure": ("f", lambda r, x: io_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)),
+    "seeds": ("i", lambda r, i: jax.vmap(jax.random.key)(i.ravel())),
+    "wrapped": ("k", lambda r, k: jax.random.wrap_key_data(jax.random.key_data(k), impl=jax.random.key_impl(k))),
     "fold_in": ("ki", lambda r, k, i: jax.vmap(jax.random.fold_in)(k, fit(i, k.shape))),
     "split keys": ("k", lambda r, k: jax.vmap(lambda k: jax.random.split(k)[1])(k)),
     "keys": ("s", lambda r, k: jax.random.split(k, 5)),
