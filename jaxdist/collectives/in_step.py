@@ -15,6 +15,7 @@ from numpy.lib.array_utils import normalize_axis_index
 
 from jaxdist import compat
 from jaxdist.collectives.arguments import Groups, result_type
+from jaxdist.communicators import exchange
 from jaxdist.mesh import AXIS
 
 _REDUCE: dict[str, Any] = {"sum": jnp.sum, "avg": jnp.mean, "prod": jnp.prod, "max": jnp.max, "min": jnp.min}
@@ -105,17 +106,14 @@ def _of_numbers(x: Any, op: str) -> tuple[Any, str]:
 
 
 def _movable(x: Any) -> Any:
-    """Widen integers of less than a byte to int8, the smallest that NCCL supports."""
-    small = x.dtype == bool or (jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8)
-    x = x.astype(jnp.int8) if small else x
+    x = x.astype(jnp.int8) if x.dtype == bool else x
     alike = compat.checking_types() and AXIS not in compat.varying_axes(jax.typeof(x))
     return lax.pcast(x, AXIS, to="varying") if alike else x
 
 
 def _wide(x: Any) -> Any:
-    """Convert to the dtype in which to sum."""
-    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    return _movable(x.astype(jnp.float32) if narrow else x)
+    """Convert to the dtype in which to reduce."""
+    return _movable(x.astype(exchange.reducible(x.dtype)))
 
 
 def _is_root(root: int, groups: Groups) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Primitive
@@ -45,31 +46,35 @@ def all_reduce(x: Any, wire: str, size: int, all_to_all: Move, all_gather: Move)
 
 def added_up(parts: Any, wire: Any, all_to_all: Move) -> Any:
     """Sum this device's parts over all devices, given `parts` for each device."""
-    wide = _wide(parts.dtype)
+    wide = reducible(parts.dtype)
     return summed(all_to_all(parts.astype(wire)).astype(wide))
 
 
 def summed(parts: Any) -> Any:
     """Sum over the first dimension by a binary tree, neighbors first, in float32 or wider."""
-    parts = parts.astype(_wide(parts.dtype))
+    parts = parts.astype(reducible(parts.dtype))
     while (n := len(parts)) > 1:
         pairs = parts[: n - n % 2].reshape(n // 2, 2, *parts.shape[1:])
         parts = jnp.concatenate([pairs[:, 0] + pairs[:, 1], parts[n - n % 2 :]])
     return parts[0]
 
 
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+def reducible(dtype: Any) -> Any:
+    """Return the dtype in which every wire reduces: floats of 32 bits or more, integers of 8."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return dtype if dtype == jnp.float64 else jnp.dtype("float32")
+    return jnp.dtype("int8") if jax.dtypes.itemsize_bits(dtype) < 8 else dtype
 
 
 def bits(x: Any) -> tuple[Any, Move]:
     """Return `x` in a dtype that every wire sends bit for bit, and a function to convert back."""
     if x.dtype == bool:
         return x.astype(jnp.uint8), lambda y: y.astype(bool)
-    if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
-        return x.astype(jnp.int8), lambda y: y.astype(x.dtype)
     if x.dtype.kind in "iuc" or x.dtype in (jnp.float32, jnp.float64):
         return x, lambda y: y
+    if jax.dtypes.itemsize_bits(x.dtype) < 8:  # XLA for CPUs can't join these
+        raw, back = bits(x.astype(jnp.int8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float8_e4m3fn))
+        return raw, lambda y: back(y).astype(x.dtype)
     unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     return lax.bitcast_convert_type(x, unsigned), lambda y: lax.bitcast_convert_type(y, x.dtype)
 
@@ -80,7 +85,7 @@ def extreme(x: Any, op: str, reduce: Move) -> Any:
     MPI, gloo, and XLA between virtual devices lose NaN, unlike one device. So compare integers in
     the same order, with NaN beyond all others.
     """
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(reducible(x.dtype))
     bits = lax.bitcast_convert_type(wide, jnp.dtype(f"int{8 * wide.dtype.itemsize}"))
     limits = jnp.iinfo(bits.dtype)
     key = jnp.where(bits < 0, bits ^ limits.max, bits)

@@ -38,8 +38,9 @@ class LanesLowering(GlooLowering):
 
     def _sum(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         axes = axes_of(eqn)
+        wide = exchange.reducible(x.dtype)
         # Sum over the operand's own axes, from vmap. (A sum of int32 is int64.)
-        x = x.sum([one for one in axes if isinstance(one, int)]).astype(x.dtype)
+        own = x.astype(wide).sum([one for one in axes if isinstance(one, int)]).astype(wide)
         named = tuple(one for one in axes if not isinstance(one, int))
-        total = self._total(named, x, None, groups_of(eqn)) if x.size and named else x
+        total = (self._total(named, own, None, groups_of(eqn)) if x.size and named else own).astype(x.dtype)
         return [total] if eqn.primitive.multiple_results else total

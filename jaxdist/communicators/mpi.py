@@ -129,7 +129,7 @@ class MpiLowering(Interpreter):
         if x.size > MOST:
             pieces = [self._all_reduce(comm, piece, op) for piece in _pieces(x.reshape(-1))]
             return jnp.concatenate(pieces).reshape(x.shape)
-        wide = _reducible(x)
+        wide = x.astype(jnp.int32 if x.dtype == bool else exchange.reducible(x.dtype))
         return self._call("allreduce", wide, wide.shape, **_reduction(comm, x.size, wide.dtype, op)).astype(x.dtype)
 
     def _exchange(self, kind: str, comm: Any, x: Any, shape: tuple[int, ...]) -> Any:
@@ -161,7 +161,8 @@ class MpiLowering(Interpreter):
         axes = axes_of(eqn)
         own = tuple(axis for axis in axes if isinstance(axis, int))  # from vmap
         if own:
-            x = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[op](x, own).astype(x.dtype)
+            wide = x.astype(exchange.reducible(x.dtype))
+            x = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}[op](wide, own).astype(x.dtype)
         named = tuple(axis for axis in axes if not isinstance(axis, int))
         return self._all_reduce(self._comm(eqn, named), x, op) if named else x
 
@@ -179,7 +180,7 @@ class MpiLowering(Interpreter):
 
     def _reduce_scatter(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
         parts = self._scattered(self._comm(eqn), x, eqn.params["scatter_dimension"], merge=eqn.params["tiled"])
-        return parts.sum(0).astype(x.dtype)
+        return exchange.summed(parts).astype(x.dtype)
 
     def _scattered(self, comm: Any, x: Any, dim: int, merge: bool = True) -> Any:
         """Stack this process's slice along `dim` of each process's `x` in a new dimension."""
@@ -313,10 +314,3 @@ def _pieces(x: Any) -> list[Any]:
 def _merge(x: Any, dim: int) -> Any:
     """Merge dimensions `dim` and `dim + 1`."""
     return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
-
-
-def _reducible(x: Any) -> Any:
-    """Convert to a dtype that MPI can reduce: narrow floats to float32, booleans to int32."""
-    if x.dtype == bool:
-        return x.astype(jnp.int32)
-    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x

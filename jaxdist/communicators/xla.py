@@ -38,6 +38,11 @@ class XlaLowering(Interpreter):
                 gather_shards_p: lambda _, eqn, x: _gather_shards(eqn, x),
                 p.pmax_p: lambda _, eqn, x: extreme(eqn, x, "max"),
                 p.pmin_p: lambda _, eqn, x: extreme(eqn, x, "min"),
+                p.psum_p: lambda _, eqn, x: _as_is(eqn, x, _summed),
+                **dict.fromkeys(
+                    (p.all_gather_p, p.all_to_all_p, p.ppermute_p), lambda _, eqn, x: _as_is(eqn, x, exchange.bits)
+                ),
+                compat.reduce_scatter_p: lambda _, eqn, x: _as_is(eqn, x, _summed),
             }
         )
 
@@ -45,7 +50,7 @@ class XlaLowering(Interpreter):
         """Replace the rules of some collectives (see `jaxdist.communicators.Rules`)."""
         for name, rule in own.items():
             primitive, names = _NAMED[name]
-            ours = self.rules.get(primitive, _as_is)
+            ours = self.rules[primitive]
 
             def lower(
                 _: Interpreter, eqn: JaxprEqn, x: Any, rule: Any = rule, names: Any = names, ours: Any = ours
@@ -70,9 +75,16 @@ _NAMED: dict[str, tuple[Primitive, tuple[str, ...]]] = {
 }
 
 
-def _as_is(_: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
-    outs = compat.bind(eqn, eqn.params, [x])
+def _as_is(eqn: JaxprEqn, x: Any, converted: Callable[[Any], tuple[Any, Callable[[Any], Any]]]) -> Any:
+    """Bind a collective; what gloo, NCCL or XLA for CPUs can't send or reduce is `converted` and back."""
+    small = x.dtype.itemsize == 1 and x.dtype.kind not in "biu"
+    raw, back = converted(x) if small else (x, lambda y: y)
+    outs = [back(y) for y in compat.bind(eqn, eqn.params, [raw])]
     return outs if eqn.primitive.multiple_results else outs[0]
+
+
+def _summed(x: Any) -> tuple[Any, Callable[[Any], Any]]:
+    return x.astype(exchange.reducible(x.dtype)), lambda y: y.astype(x.dtype)
 
 
 class GlooLowering(XlaLowering):
@@ -98,8 +110,7 @@ class GlooLowering(XlaLowering):
         dim, tiled = eqn.params["scatter_dimension"], eqn.params["tiled"]
         groups = eqn.params["axis_index_groups"]
         size = len(groups[0]) if groups else lax.axis_size(eqn.params["axis_name"])
-        parts = slices(x, dim, size)
-        parts = lax.all_to_all(parts, eqn.params["axis_name"], 0, 0, tiled=True, axis_index_groups=groups)
+        parts = all_to_all(eqn.params["axis_name"], slices(x, dim, size), groups)
         total = exchange.summed(parts).astype(x.dtype)
         return total if tiled else total.squeeze(dim)
 
@@ -129,7 +140,7 @@ def extreme(eqn: JaxprEqn, x: Any, op: str) -> Any:
         return compat.bind(eqn, eqn.params, [x])[0]
 
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        return reduce(x)
+        return reduce(x.astype(exchange.reducible(x.dtype))).astype(x.dtype)
     return exchange.extreme(x, op, reduce)
 
 

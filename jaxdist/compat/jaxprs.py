@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src import callback, debugging, hijax, source_info_util
 from jax._src import config as _config
-from jax._src import hijax, source_info_util
 from jax._src.interpreters import batching
 from jax.extend.core import ClosedJaxpr
 from jax.extend.core.primitives import jit_p
@@ -47,6 +47,10 @@ def batched_entry_by_entry(primitive: Any) -> bool:
     """Whether JAX batches a primitive elementwise, according to a private table."""
     rule = getattr(batching.fancy_primitive_batchers.get(primitive), "func", None)
     return rule is batching.vectorized_batcher or rule is batching.broadcast_batcher
+
+
+CALLBACKS = (callback.pure_callback_p, callback.io_callback_p, debugging.debug_callback_p)
+"""Operations that call a Python function on the host, their parameter ``callback``."""
 
 
 composite_p = hijax.call_hi_primitive_p

@@ -23,7 +23,7 @@ from jaxdist.placements.block import Node
 from jaxdist.placements.loops import bound, inside, join, throughout
 from jaxdist.placements.strategy import Placed, Strategy, sliced
 from jaxdist.placements.summands import is_zero
-from jaxdist.placements.values import REPLICATED, Partial, Placement, Replicated, Split, form
+from jaxdist.placements.values import REPLICATED, Partial, Placement, Replicated, Split, form, is_narrow
 from jaxdist.placements.walk import Walk, refuse, settled, special
 
 
@@ -210,6 +210,7 @@ def _debug(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     """Run a debug callback once, on the root, with whole values."""
     if any("Ordered" in type(effect).__name__ for effect in node.eqn.effects):
         raise refuse(node, "ordered=True is not possible on several devices: JAX orders effects on one device only")
+    _check_types(walk, node)
 
     def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
         lax.cond(emitter.index == 0, lambda xs: [emitter.bind(node, xs), ()][1], lambda xs: (), tuple(args))
@@ -222,6 +223,7 @@ def _debug(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
 def _callback(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     """Run a callback on the root and send its results to all."""
     outs = [walk.block.avals[o] for o in node.outs]
+    _check_types(walk, node)
 
     def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
         def call(xs: Any) -> tuple[Any, ...]:
@@ -236,6 +238,13 @@ def _callback(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     return Strategy(
         [REPLICATED] * len(ins), [REPLICATED] * len(outs), run, exchanges=True, why="a callback runs on the root"
     )
+
+
+def _check_types(walk: Walk, node: Node) -> None:
+    # JAX unpacks what takes less than a byte on threads that wait for the other devices.
+    for i in (*node.ins, *node.outs):
+        if is_narrow(dtype := walk.block.avals[i].dtype):
+            raise refuse(node, f"on several devices a callback can't take or return {dtype}: convert it to int8")
 
 
 @special("rng_uniform")

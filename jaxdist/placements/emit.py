@@ -25,7 +25,7 @@ from jaxdist.mesh import NAMES
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.strategy import Placed
-from jaxdist.placements.values import REPLICATED, Form, Partial, Replicated, Split, form, local_shape, wide
+from jaxdist.placements.values import REPLICATED, Form, Partial, Replicated, Split, form, is_narrow, local_shape, wide
 
 
 class Emitter:
@@ -155,10 +155,10 @@ class Emitter:
     def _gather(self, x: Any, own: Split, aval: Any, turned: Sequence[int] = ()) -> Any:
         if not aval.size:
             return jnp.zeros(aval.shape, aval.dtype)
-        if turned and own.outer == 1 and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-            whole = self.gather(x.transpose(turned), turned.index(own.dim), own.size)
-            return whole.transpose(np.argsort(turned))
         raw, back = _raw(x)
+        if turned and own.outer == 1 and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+            whole = self.gather(raw.transpose(turned), turned.index(own.dim), own.size)
+            return back(whole.transpose(np.argsort(turned)))
         d = own.dim
         raw = raw.reshape(*raw.shape[:d], own.outer, own.chunk, *raw.shape[d + 1 :]) if own.outer > 1 else raw
         at = d + (own.outer > 1)
@@ -240,9 +240,9 @@ class Emitter:
     def from_root(self, x: Any) -> Any:
         """Send the first device's value to every device."""
         raw, back = _raw(x)
-        narrow = raw.astype(jnp.int8) if raw.dtype == bool else raw
-        mine = jnp.where(self.index == 0, narrow, jnp.zeros_like(narrow))
-        return back(all_reduce_p.bind(mine, axes=(self.axis,), wire=None).astype(raw.dtype))
+        bits, whole = exchange.bits(raw)
+        mine = jnp.where(self.index == 0, bits, -jnp.zeros_like(bits))  # -0.0 changes no number
+        return back(whole(all_reduce_p.bind(mine, axes=(self.axis,), wire=None)))
 
     # --- bodies
 
@@ -283,11 +283,12 @@ def local_type(aval: Any, to: Any) -> Any:
 
 
 def _raw(x: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Return a value as numbers, and a function to convert back; keys become their key data."""
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    """Return a value as numbers of a byte or more, and a function to convert back; keys become their key data."""
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         impl = jax.random.key_impl(x)
         return jax.random.key_data(x), lambda y: jax.random.wrap_key_data(y, impl=impl)
-    return jnp.asarray(x), lambda y: y
+    return exchange.bits(x) if is_narrow(x.dtype) else (x, lambda y: y)
 
 
 # --- summands that may be sent compressed: gradients, and nothing else

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import AXIS, GROUP, SEQUENCE, Axis, data_size, in_groups
-from jaxdist.placements.values import REPLICATED, Placement, Split, tiles
+from jaxdist.placements.values import REPLICATED, Placement, Split, is_narrow, tiles
 
 HOST = "pinned_host"
 """JAX's name for host memory that a device accesses directly."""
@@ -137,7 +137,7 @@ def _trimmed(x: Any, cuts: Sequence[Cut]) -> Any:
         return x
     cut, *rest = cuts
     if any(one.pad for one in rest):
-        joined = np.concatenate if isinstance(x, np.ndarray) else jnp.concatenate
+        joined = np.concatenate if isinstance(x, np.ndarray) or is_narrow(x.dtype) else jnp.concatenate
         rows = x.shape[cut.dim] // cut.parts
         before = (slice(None),) * cut.dim
         parts = [x[(*before, slice(k * rows, (k + 1) * rows))] for k in range(cut.parts)]

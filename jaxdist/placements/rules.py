@@ -140,7 +140,7 @@ def _along(*names: str) -> Rule:
 
 def _reduce(kind: str) -> Rule:
     def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-        axes = params["axes"]
+        axes = [axis for axis in params["axes"] if not isinstance(axis, str)]  # psum names axes of the mesh, too
         operand = tuple(range(len(ins[0])))
         return Factors((operand,), (tuple(d for d in operand if d not in axes),), reduced=dict.fromkeys(axes, kind))
 
@@ -298,7 +298,8 @@ FACTORS: dict[str, Rule] = {
     "tile": _keeps(lambda params, ins, outs: (n == 1 for n in params["reps"])),
     "rev": _along("dimensions"), **dict.fromkeys(("concatenate", "sort"), _along("dimension")),
     **dict.fromkeys(("split", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"), _along("axis")),
-    "reduce_sum": _reduce("sum"), "reduce_max": _reduce("max"), "reduce_min": _reduce("min"),
+    **dict.fromkeys(("reduce_sum", "psum"), _reduce("sum")), **dict.fromkeys(("reduce_max", "pmax"), _reduce("max")),
+    **dict.fromkeys(("reduce_min", "pmin"), _reduce("min")),
     "reduce_or": _reduce("or"), "reduce_and": _reduce("and"),
     "dot_general": _dot_general, "conv_general_dilated": _convolution,
     **dict.fromkeys(
@@ -315,7 +316,7 @@ FACTORS: dict[str, Rule] = {
                     _leading(lambda params, ins, outs: len(ins[0]) - 1)),
     "fft": _leading(lambda params, ins, outs: len(ins[0]) - len(params["fft_lengths"])),
     "approx_top_k": _along("reduction_dimension"),
-    **dict.fromkeys(("jaxdist_all_reduce", "pmax", "pmin", "ppermute"), _along()),
+    **dict.fromkeys(("jaxdist_all_reduce", "ppermute"), _along()),
     "jaxdist_reduce_scatter": _along("dim"), "jaxdist_all_gather": _along("dim"),
     "all_to_all": _along("split_axis", "concat_axis"),
     # each key draws independently, and derives keys of its own to draw more than one number

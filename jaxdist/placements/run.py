@@ -97,5 +97,8 @@ def _identity(kind: str, dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.bool_):
         return kind == "min"
     if jnp.issubdtype(dtype, jnp.floating):
-        return -np.inf if kind == "max" else np.inf
-    return jnp.iinfo(dtype).min if kind == "max" else jnp.iinfo(dtype).max
+        beyond = np.asarray(-np.inf if kind == "max" else np.inf)
+        if not np.isnan(beyond.astype(dtype)):
+            return beyond
+    limits = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
+    return limits.min if kind == "max" else limits.max

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -157,22 +157,25 @@ def _mark(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
         return emitter.bind(node, xs) if emitter.marks else xs
 
     dim = walk.infer.choose(shape)
-    if not walk.infer.level(node):
-        return Strategy([form(p)], [p if not isinstance(p, Deferred) else REPLICATED], run)
-    if isinstance(p, Split) and p.stored and (params["role"] != "gradient" or p.dim == dim):
-        return Strategy([form(p)], [replace(p, requested=requested, whole=False)], run)
-    if dim is None:
-        to = REPLICATED if not isinstance(p, Split) else p
-        return Strategy([form(to)], [to], run)
-    to = replace(walk.infer.shard(dim, shape[dim]), requested=requested)
-    return Strategy([form(to)], [to], run)
+    if walk.infer.level(node):
+        if isinstance(p, Split) and p.stored and (params["role"] != "gradient" or p.dim == dim):
+            return Strategy([form(p)], [replace(p, requested=requested, whole=False)], run)
+        if dim is not None:
+            to = replace(walk.infer.shard(dim, shape[dim]), requested=requested)
+            return Strategy([form(to)], [to], run)
+        p = p if isinstance(p, Split) else REPLICATED
+    return _passed_on([p], run)
 
 
 @special("jaxdist_plain", "reshard", "sharding_constraint", "layout_constraint", "mesh_cast", "device_put", "pvary")
 def _same(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     """Pass the value on, for nested decorated steps and operations that only set a sharding."""
+    return _passed_on(ins, lambda emitter, node, xs: xs)
+
+
+def _passed_on(ins: Sequence[Placement], run: Callable[[Any, Node, list[Any]], Sequence[Any]]) -> Strategy:
     gives = [REPLICATED if isinstance(p, Deferred) else p for p in ins]
-    return Strategy([form(p) for p in gives], gives, lambda emitter, node, xs: xs)
+    return Strategy([REPLICATED if isinstance(p, Split) and p.whole else form(p) for p in gives], gives, run)
 
 
 @special("jaxdist_count")

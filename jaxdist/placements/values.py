@@ -19,7 +19,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,15 @@ def wide(dtype: Any) -> Any:
 
 
 def is_wide(dtype: Any) -> bool:
-    """Check whether a dtype can be summed in any order: numbers, not booleans or keys."""
-    return jnp.issubdtype(dtype, jnp.inexact) or jnp.issubdtype(dtype, jnp.integer)
+    """Check whether a dtype can be summed in any order: numbers of a byte or more, not booleans or keys."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return not is_narrow(dtype)
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Check whether a number takes less than a byte, as int4 does: XLA for CPUs can't join arrays of these."""
+    return jnp.issubdtype(dtype, np.number) and jax.dtypes.itemsize_bits(dtype) < 8
 
 
 def reshaped(split: Split, shape: Sequence[int], new: Sequence[int]) -> Split | None:

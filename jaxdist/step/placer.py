@@ -15,6 +15,7 @@ from jaxdist import compat
 from jaxdist.ir import fingerprint
 from jaxdist.mesh import AXIS, GROUP, NAMES, by_rank, data_size, in_a_row, parts_of_batch
 from jaxdist.placements.layouts import HOST, Cut, Layout, Padded, copied, layout, of_batch, on_host, physical, sharding
+from jaxdist.placements.values import is_narrow
 from jaxdist.runtime.context import Context
 from jaxdist.step import batch
 from jaxdist.step.signature import NUMBERS, Signature, is_array
@@ -260,7 +261,7 @@ def _filled(x: Any, how: Layout) -> Any:
 
 def _lengthened(x: Any, cuts: Sequence[Cut]) -> Any:
     """An array with copies of its last entries, for the padding of each cut."""
-    own = jnp if isinstance(x, jax.Array) else np
+    own = jnp if isinstance(x, jax.Array) and not is_narrow(x.dtype) else np
     for cut in cuts:
         if cut.pad:
             last = x[(slice(None),) * cut.dim + (slice(-1, None),)]

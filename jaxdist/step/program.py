@@ -28,6 +28,7 @@ from jaxdist.placements.layouts import (
     on_host,
     sharding,
 )  # fmt: skip
+from jaxdist.step.callbacks import Callbacks
 from jaxdist.step.calling import COMPRESSIONS, Settings
 from jaxdist.step.placed import PlacedStep
 from jaxdist.step.placer import Placer, abstract
@@ -54,7 +55,7 @@ class Program:
         self._order = [k for k, i in numbered if i in donate], [k for k, i in numbered if i not in donate]
         self._pick = picker(self._order[0]), picker(self._order[1])
         self.virtual = placed.mesh.devices.flat[0].platform == "cpu" and len(placed.mesh.local_devices) > 1
-        self._calls = 0
+        self._calls, self._callbacks = 0, Callbacks()
         self._has_constants = has_constants(placed.step.tree)
         self._padded_results: list[tuple[int, Layout]] = []
         run = functools.partial(self._run)
@@ -82,6 +83,7 @@ class Program:
         """Run it."""
         args = list(self._pick[0](state)), list(self._pick[1](state)), batch
         outs, found = self._jitted(*args), None
+        self._callbacks.check(outs)
         self._calls += 1
         if self.virtual and self._calls % _AHEAD == 0:
             jax.block_until_ready(outs)
@@ -130,7 +132,7 @@ class Program:
         def local(zero: Any, *xs: Any) -> list[Any]:
             if not any(x.size for x in xs):  # XLA can't divide a program all of whose arguments are empty
                 xs = lax.optimization_barrier((zero, *xs))[1:]
-            return lowering(placed.communicator, placed.over).run(closed, *xs)
+            return lowering(placed.communicator, placed.over).run(self._callbacks.guarded(closed), *xs)
 
         made = jax.shard_map(
             local, mesh=placed.over, in_specs=(P(), *in_specs), out_specs=out_specs, check_vma=False,

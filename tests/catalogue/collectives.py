@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 import jaxdist
 
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
-INTS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+SMALL = ["float4_e2m1fn", *(f"float8_{kind}" for kind in (
+    "e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"))]  # fmt: skip
+INTS = [f"{kind}{bits}" for bits in (8, 16, 32, 64, 2, 4) for kind in ("int", "uint")]
 COMPLEX = ["complex64", "complex128"]
 OPS = ["sum", "avg", "prod", "min", "max"]
 KINDS = ["allreduce", "reduce", "reduce_scatter", "allgather", "all_to_all", "broadcast", "gather", "scatter"]
@@ -80,17 +82,16 @@ def _reduced(xp: Any, xs: list[Any], op: str) -> Any:
     two = {"sum": operator.add, "avg": operator.add, "prod": operator.mul, "min": xp.minimum, "max": xp.maximum}[op]
     if op == "avg":
         out = jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((), dtype)).dtype
-        wide = jnp.promote_types(out, "float64")
+        wide = "complex128" if jnp.issubdtype(out, jnp.complexfloating) else "float64"
         return (functools.reduce(two, [x.astype(wide) for x in xs]) / len(xs)).astype(out)
-    wide = "float64" if jnp.issubdtype(dtype, jnp.floating) else dtype
+    wide = "float64" if jnp.issubdtype(dtype, jnp.floating) else dtype if dtype.kind == "c" else "int64"
     with np.errstate(over="ignore"):
         return xp.asarray(functools.reduce(two, [x.astype(wide) for x in xs])).astype(dtype)
 
 
-def dtypes(call: Call, eager: bool = False) -> list[str]:
+def dtypes(call: Call) -> list[str]:
     """Those that the call takes."""
-    more = COMPLEX * (call.get("op") not in ("min", "max")) + ["int4", "float8_e4m3fn"] * eager
-    return [*FLOATS, *INTS, "bool", *more]
+    return [*FLOATS, *SMALL, *INTS, "bool", *COMPLEX * (call.get("op") not in ("min", "max"))]
 
 
 def random_call(rng: np.random.Generator, n: int, eager: bool = False) -> Call:
@@ -99,7 +100,7 @@ def random_call(rng: np.random.Generator, n: int, eager: bool = False) -> Call:
     call: Call = {"kind": kind}
     if "reduce" in kind:
         call["op"] = str(rng.choice(OPS))
-    call["dtype"] = str(rng.choice(dtypes(call, eager)))
+    call["dtype"] = str(rng.choice(dtypes(call)))
     order = [int(d) for d in rng.permutation(n)]
     halves = [order[: n // 2], order[n // 2 :]] if n % 2 == 0 else [[d] for d in order]
     any_size = [[order[:1], order[1:]], [order[: n - 1]]] if eager else []
@@ -126,5 +127,25 @@ def random_call(rng: np.random.Generator, n: int, eager: bool = False) -> Call:
 def data(call: Call, rng: np.random.Generator, n: int) -> np.ndarray:
     """The devices' arrays, stacked; small integers, so that sums and products are exact."""
     shape, dtype = (n, *call["shape"]), call["dtype"]
-    x = rng.integers(0, 2 if dtype == "bool" else 3, shape)
+    x = rng.integers(dtype == "float8_e8m0fnu", 2 if dtype == "bool" else 3, shape)  # which has no zero
     return np.asarray(x + 1j * rng.integers(0, 3, shape) if dtype in COMPLEX else x).astype(jnp.dtype(dtype))
+
+
+# --- a step of numbers of every dtype
+
+
+def numbers(rows: int) -> dict[str, np.ndarray]:
+    """Zeros and ones of each dtype, few enough for exact sums."""
+    x = np.arange(rows * 3).reshape(rows, 3) // 2 % 2
+    return {d: x.astype(jnp.dtype(d)) for d in [*FLOATS, *SMALL, *INTS, *COMPLEX, "bool"]}
+
+
+def moved(w: Any, b: Any) -> Any:
+    """What a step sends of state (in shards) and batch: whole, largest, smallest, added up."""
+    summed = jax.vmap(lambda x: jax.lax.psum(x, "rows"), axis_name="rows")
+    extremes = [d for d in b if d not in COMPLEX]
+    return w, {
+        "whole": [{d: x[::-1] for d, x in of.items()} for of in (w, b)],
+        "extreme": [{d: f(b[d], 0) for d in extremes} for f in (jnp.max, jnp.min)],
+        "sum": {d: summed(b[d]) for d in b if d not in ("bool", "float8_e8m0fnu")},  # which has no zero to sum from
+    }

@@ -585,6 +585,16 @@ def moe_expert_choice(p: Any, batch: Any) -> Any:
     return jnp.mean((out - batch["y"]) ** 2), {"taken": jnp.bincount(index.reshape(-1), length=x.shape[0])}
 
 
+@fitted(SGD, _experts(123))
+def moe_ragged(p: Any, batch: Any) -> Any:
+    """Examples in the order of their experts, whose products take as many rows as there are."""
+    x = batch["x"]
+    chosen = jnp.argmax(x @ p["gate"], 1)
+    order, sizes = jnp.argsort(chosen), jnp.bincount(chosen, length=4).astype(jnp.int32)
+    out = lax.ragged_dot(jnp.tanh(lax.ragged_dot(x[order], p["wide"], sizes)), p["narrow"], sizes)
+    return jnp.mean((out - batch["y"][order]) ** 2), {"sizes": sizes}
+
+
 def _clipped(grads: Any, limit: float) -> Any:
     """Gradients of one example, scaled to a norm of at most `limit`."""
     norm = optax.global_norm(grads)

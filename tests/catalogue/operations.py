@@ -167,6 +167,9 @@ SHAPES: dict[str, Operation] = {
 }  # fmt: skip
 
 REDUCTIONS: dict[str, Operation] = {
+    "over an axis that vmap names": lambda w, b: [
+        jax.vmap(lambda x, reduce=reduce: reduce(x * w["v"], "rows"), axis_name="rows")(b["x"])
+        for reduce in (lax.psum, lax.pmean, lax.pmax, lax.pmin, lambda x, axis: lax.all_gather(x, axis).sum(1))],
     "of one sign": lambda w, b: [  # a zero for padding would be the largest, or the smallest
         reduce(one) for one in (1 + b["y"] ** 2, -1 - b["y"] ** 2, 1 + b["i"], -1 - b["i"], b["i8"] // 2 - 65)
         for reduce in (lambda x: [x.max(0), x.min(0), x.max(), x.argmax(0), x.argmin(0), lax.cummax(x), lax.cummin(x)],
@@ -350,6 +353,7 @@ OTHERS: dict[str, Operation] = {
     "layers": lambda w, b: [
         jax.nn.gelu(b["x"]), jax.nn.softmax(b["x"]), jax.nn.log_softmax(b["x"]), jax.nn.relu6(b["x"]),
         jax.nn.glu(b["x"]), jax.nn.standardize(b["x"]), jax.nn.silu(b["x"])],
+    "passed on whole": lambda w, b: jax.device_put(jnp.sort(b["x"], 0)) * b["x"],
     "resize": lambda w, b: jax.image.resize(b["image"], (len(b["image"]), 8, 8, 2), "bilinear"),
     "an associative scan": lambda w, b: [lax.associative_scan(jnp.add, b["x"], axis=a) for a in (0, 1)],
     "a derivative of each example": lambda w, b: jax.vmap(jax.grad(lambda x: jnp.sum(jnp.sin(x @ w["w"]))))(b["x"]),

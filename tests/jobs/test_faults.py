@@ -53,7 +53,7 @@ FAULTS = [
     Fault("raises 0", ("rank 0 (", "ValueError: boom on purpose"), (GLOO,)),
     Fault("raises_oddly", (WHO, "BaseExceptionGroup", "Odd"), (RUN,)),
     Fault("raises_in_a_thread", (WHO, "IndexError"), (HAND,), code=1),
-    Fault("raises_in_a_callback", (WHO, "boom on purpose"), (MPIRUN,)),
+    Fault("raises_in_a_callback", ("rank 0 (", "ValueError: boom on purpose"), (MPIRUN, HAND)),
     Fault("exits 0", ("rank 0 (", "exit code 3"), (MPIRUN, RUN), True, 3),
     Fault("exits_with_another_code", (WHO, "exit code 5"), (HAND,), code=5),
     Fault("dies", (), (RUN, MPIRUN), code=137),

@@ -8,7 +8,6 @@ sooner or later. With JAXDIST_FULL set, each idiom so with JAXDIST_SEEDS seeds (
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import random
@@ -18,6 +17,7 @@ import pytest
 from catalogue import idioms
 from harness import oracle, quick
 from harness.check import gap, mesh
+from harness.generated import machine
 
 import jaxdist
 
@@ -35,17 +35,6 @@ SEEDS = int(os.environ.get("JAXDIST_SEEDS", "40")) if FULL else 1
 # In this order the first fifty have all pairs of a mesh, a level and an evenness.
 TURNS = [WAYS[(i * 5) % len(WAYS)] for i in range(len(WAYS))]
 CASES = [(name, seed, TURNS[(i + 31 * seed) % len(TURNS)]) for seed in range(SEEDS) for i, name in enumerate(NAMES)]
-
-
-def machine(rng: random.Random, kind: Any) -> Any:
-    """The devices as they are, or such as do anything between next to nothing and all in a second."""
-    if not rng.randrange(3):
-        return kind
-    scale = lambda low, high: 10 ** rng.uniform(low, high)
-    return dataclasses.replace(
-        kind, link=scale(5, 13), network=scale(5, 13), latency=scale(-9, 0), network_latency=scale(-9, 0),
-        flops=scale(7, 17), bandwidth=scale(7, 14),
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "seed", "way"), CASES)

@@ -11,8 +11,9 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from catalogue import collectives as calls
 from flax import nnx
-from harness.check import close, compare, held, mesh
+from harness.check import close, compare, decorated, held, mesh
 from harness.errors import raises
 
 import jaxdist
@@ -242,3 +243,11 @@ def test_refused() -> None:
     with raises(ValueError, "0"):
         jaxdist.loss_scale(ADAM.init(PARAMS))
     assert float(jaxdist.loss_scale(state)) == 1
+
+
+@pytest.mark.parametrize("rows", [7, 8])
+def test_every_dtype(rows: int) -> None:
+    """Numbers from two bits to 128, in shards and in the batch, their ends padded or not."""
+    w, b = calls.numbers(rows + 8), calls.numbers(rows)
+    got = decorated(calls.moved)(jaxdist.shard(w), b)
+    compare(jaxdist.unshard(got), jax.jit(calls.moved)(w, b))

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from catalogue import draws, flows, operations, traps
 from harness.check import check, compare, decorated
+from harness.generated import Generated
 
 FULL = "JAXDIST_FULL" in os.environ
 EVEN = [(2, 8), (3, 6), (4, 8), (8, 8), (8, 16)]
@@ -71,6 +72,14 @@ def test_gradients_of_loops_over_layers(name: str) -> None:
 def test_traps(name: str) -> None:
     f, w, x, devices = traps.TRAPS[name]
     check(f, w, x, on=devices)
+
+
+SEEDS = range(1000 if FULL else 100)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(k, marks=[pytest.mark.slow] * (k > 3)) for k in SEEDS])
+def test_random_programs(seed: int) -> None:
+    Generated(seed).run()
 
 
 def test_negative_zeros() -> None:

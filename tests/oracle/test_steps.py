@@ -140,6 +140,34 @@ def test_what_is_random_or_impure_is_the_same_on_each_device() -> None:
     jaxdist.check_sync((w, aux))
 
 
+CALLED: dict[str, Any] = {
+    "pure": lambda host, x: jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x),
+    "impure": lambda host, x: jax.experimental.io_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x),  # type: ignore[attr-defined]
+    "debug": lambda host, x: jax.debug.callback(host, x) or x,
+    "of another shape": lambda host, x: jax.pure_callback(
+        lambda x: host(x)[: None if x.max() < 9 else 1], jax.ShapeDtypeStruct(x.shape, x.dtype), x),
+    "in a loop": lambda host, x: lax.scan(lambda c, _: (CALLED["pure"](host, c), None), x, None, 2)[0],
+    "on each device": lambda host, x: jaxdist.per_device(
+        lambda x: lax.psum(CALLED["pure"](host, x), "data") / 4, P("data"), P("data"))(x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_callback_that_raises(name: str) -> None:
+    """The call raises, as under `jax.jit`; no device waits for ever, and the next call is as any other."""
+
+    def host(x: Any) -> Any:
+        if (x > 9).any() and name != "of another shape":
+            raise ValueError("boom on purpose")
+        return np.asarray(x)
+
+    step = decorated(lambda w, x: (w, CALLED[name](host, x).sum() + (x @ w).mean()), 4)
+    for _ in range(2):
+        step(W, X)
+        with raises(jax.errors.JaxRuntimeError, "callback", "float64[16,3]" if "shape" in name else "boom on purpose"):
+            step(W, X + 10)
+
+
 def mixed(batch: Any, w: Any) -> Any:
     batch["x"] = 0.7 * batch["x"] + 0.3 * batch["x"][::-1]
     return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)

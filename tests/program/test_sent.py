@@ -101,6 +101,20 @@ def scalar_parameter(s: Any, x: Any) -> Any:
     return s - jax.grad(lambda s: jnp.mean(jnp.where(x > 0, x, s) * scaled * s))(s)
 
 
+def normalized(w: Any, x: Any) -> Any:
+    """Statistics of the batch over an axis that `jax.vmap` names, as Equinox and Haiku have them."""
+
+    def of_one(x: Any) -> Any:
+        h = jnp.tanh(x @ w)
+        return (h - lax.pmean(h, "rows")) / (1 + lax.pmean(h**2, "rows"))
+
+    return w - jax.grad(lambda w: jnp.mean(jax.vmap(of_one, axis_name="rows")(x) ** 3 @ w))(w)
+
+
+def test_statistics_over_an_axis_that_vmap_names_are_all_that_is_sent() -> None:
+    assert {one[0] for one in sent(normalized, W, X)} == {"all-reduce"}
+
+
 @pytest.mark.parametrize(
     ("step", "args", "size"),
     [(own_lion, (W, W, X), 36), (tied_and_penalised, (W, X), 36), (scalar_parameter, (jnp.asarray(0.5), X), 1)],

@@ -80,7 +80,7 @@ def random_calls(examples: int) -> None:
     layouts: list[Callable[[Any], Any]] = [jnp.asarray, lambda x: np.asarray(x, order="F"), lambda x: x]
     for example in range(examples):
         call = calls.random_call(rng, N, eager=True)
-        leaves = [call | {"dtype": str(d)} for d in rng.choice(calls.dtypes(call, eager=True), rng.integers(1, 4))]
+        leaves = [call | {"dtype": str(d)} for d in rng.choice(calls.dtypes(call), rng.integers(1, 4))]
         everyone = [calls.data(leaf, rng, N) for leaf in leaves]
         got = calls.apply(call, tuple(layouts[example % 3](xs[R]) for xs in everyone))
         for leaf, out, xs in zip(leaves, got, everyone, strict=True):
@@ -248,22 +248,24 @@ def in_cond(x: Any) -> Any:
 
 
 FLOATS, INTS, FEW = [*calls.FLOATS, *calls.COMPLEX], calls.INTS, ["float32"]
+EVERY = [*FLOATS, *calls.SMALL, *INTS, "bool"]
+REAL = [d for d in EVERY if d not in (*calls.COMPLEX, "float8_e8m0fnu", "bool")]  # which has no zero to sum from
 JAXS_OWN: list[tuple[Callable[[Any], Any], list[str]]] = [
-    (lambda x: lax.psum(x, "data"), FLOATS + INTS),
+    (lambda x: lax.psum(x, "data"), REAL + calls.COMPLEX),
     (lambda x: lax.pmean(x, "data"), FLOATS),
-    (lambda x: lax.pmax(x, "data"), [*FLOATS[:4], *INTS, "bool"]),
-    (lambda x: lax.pmin(x, "data"), FLOATS[:4] + INTS),
+    (lambda x: lax.pmax(x, "data"), [*REAL, "bool"]),
+    (lambda x: lax.pmin(x, "data"), REAL),
     (lambda x: sum(lax.psum((x, 2 * x, 3), "data")), ["float64"]),
-    (lambda x: lax.all_gather(x, "data"), [*FLOATS, *INTS, "bool"]),
+    (lambda x: lax.all_gather(x, "data"), EVERY),
     (lambda x: lax.all_gather(x, "data", axis=1, tiled=True), ["float32", "bool"]),
-    (lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True), [*FLOATS, *INTS, "bool"]),
+    (lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True), EVERY),
     (lambda x: lax.all_to_all(x, "data", 0, 1, tiled=True), FEW),
     (lambda x: lax.all_to_all(x, "data", 1, 0, tiled=True), FEW),
     (lambda x: lax.all_to_all(x.reshape(N, 2, -1), "data", 0, 1), FEW),
-    (lambda x: lax.psum_scatter(x, "data", tiled=True), FLOATS + INTS),
+    (lambda x: lax.psum_scatter(x, "data", tiled=True), REAL + calls.COMPLEX),
     (lambda x: lax.psum_scatter(x, "data", scatter_dimension=1, tiled=True), FEW),
     (lambda x: lax.psum_scatter(x.reshape(N, 2, -1), "data"), FEW),
-    (ring, [*FLOATS, *INTS, "bool"]),
+    (ring, EVERY),
     (lambda x: x + lax.axis_index("data").astype(x.dtype), ["float64"]),
 ]  # fmt: skip
 IN_CONTROL_FLOW: list[Callable[[Any], Any]] = [
@@ -298,6 +300,14 @@ def of_jaxdist(programs: int) -> None:
             if out.size:
                 compare(out, np.asarray(want[R]), tolerance(out.dtype))
             assert out.shape == want[R].shape
+
+
+def of_every_dtype() -> None:
+    """A step that sends numbers of every dtype."""
+    w, b = calls.numbers(2 * N + 1), calls.numbers(2 * N)
+    part = {d: x[2 * R : 2 * R + 2] for d, x in b.items()}
+    got = jaxdist.data_parallel(calls.moved, batch_argnums=1)(jaxdist.shard(w), part)
+    compare(jaxdist.unshard(got), jax.jit(calls.moved)(w, b))
 
 
 def nan_in_a_step() -> None:
