@@ -159,7 +159,7 @@ MUTANTS: list[Mutant] = [
            'dtype.char in "fdFD" and op not in ("min", "max")', 'dtype.char in "fdFD"',
            "tests/jobs/test_results.py -k quick and mpirun"),
     Mutant("a large sum over MPI ends after its first piece", "jaxdist/collectives/mpi.py",
-           "for i in range(0, x.size, step):", "for i in range(0, min(x.size, step), step):",
+           "for i in range(0, given.size, step):", "for i in range(0, min(given.size, step), step):",
            "tests/jobs/test_results.py -k quick and mpirun"),
     Mutant("a scatter takes the root's number for 0", "jaxdist/collectives/in_step.py",
            "[root * rows : (root + 1) * rows]", "[:rows]", "tests/jobs/test_one_process.py"),
