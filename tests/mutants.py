@@ -161,6 +161,8 @@ MUTANTS: list[Mutant] = [
     Mutant("a large sum over MPI ends after its first piece", "jaxdist/collectives/mpi.py",
            "for i in range(0, given.size, step):", "for i in range(0, min(given.size, step), step):",
            "tests/jobs/test_results.py -k quick and mpirun"),
+    Mutant("a broadcast over MPI is of rank 0", "jaxdist/collectives/mpi.py", "Bcast(out[i : i + step], root)",
+           "Bcast(out[i : i + step], 0)", "tests/jobs/test_results.py -k quick and mpirun"),
     Mutant("a scatter takes the root's number for 0", "jaxdist/collectives/in_step.py",
            "[root * rows : (root + 1) * rows]", "[:rows]", "tests/jobs/test_one_process.py"),
     Mutant("a broadcast loses the sign of zero", "jaxdist/collectives/in_step.py",
