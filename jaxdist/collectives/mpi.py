@@ -1,9 +1,10 @@
-"""MPI calls from Python, outside programs: compare calls between ranks, and run common sums."""
+"""MPI calls from Python, outside programs: compare calls between ranks, and run sums and broadcasts."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -80,18 +81,27 @@ class HostMpi:
                 f"{what}: not every rank came to it (timeout: {self._ctx.timeout:g} s; see jaxdist.init). {error}"
             ) from None
 
-    def allreduce(self, x: np.ndarray, op: str) -> jax.Array:
-        """Reduce over all ranks; dispatching a program instead takes as long as a message of 64 KiB."""
-        compat.release_dropped()  # reuse the memory of the last result
-        memory = np.empty(x.nbytes + 64, np.uint8)
-        start = -memory.ctypes.data % 64  # JAX copies unaligned arrays
-        given, out = np.ascontiguousarray(x).reshape(-1), memory[start : start + x.nbytes].view(x.dtype)
-        step = _PIECE // x.itemsize
-        for i in range(0, x.size, step):
-            self._comm.Allreduce(given[i : i + step], out[i : i + step], op=getattr(library(), _OPS[op]))
-        if op == "avg":
-            out /= self._ctx.size
-        return jax.device_put(out.reshape(x.shape))
+    def run(self, arrays: Sequence[Any], op: str = "", root: int = 0) -> list[jax.Array]:
+        """Reduce or broadcast over all ranks; dispatching a program instead takes as long as a message of 64 KiB."""
+        results = []
+        for x in map(np.asarray, arrays):
+            compat.release_dropped()  # reuse the memory of the last result
+            memory = np.empty(x.nbytes + 64, np.uint8)  # huge pages; small ones take longer than messages
+            start = -memory.ctypes.data % 64  # JAX copies unaligned arrays
+            given, out = np.ascontiguousarray(x).reshape(-1), memory[start : start + x.nbytes]
+            given, out = (given, out.view(x.dtype)) if op else (given.view(np.uint8), out)
+            if not op and self._ctx.rank == root:
+                out[:] = given
+            step = _PIECE // given.itemsize
+            for i in range(0, given.size, step):
+                if op:
+                    self._comm.Allreduce(given[i : i + step], out[i : i + step], op=getattr(library(), _OPS[op]))
+                else:
+                    self._comm.Bcast(out[i : i + step], root)
+            if op == "avg":
+                out /= self._ctx.size
+            results.append(jax.device_put(out.view(x.dtype).reshape(x.shape)))
+        return results
 
 
 def reduces(op: str, dtype: np.dtype[Any]) -> bool:

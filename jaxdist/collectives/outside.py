@@ -82,9 +82,9 @@ class Outside:
         communicator = ctx.communicator if len(members) > 1 else "xla"
         function, program = _program(kind, tuple(options.items()), devices, communicator)
         each(kind, structure, arrays, functools.partial(jax.eval_shape, function))  # raises JAX's error
-        whole = kind == "allreduce" and groups is None
-        if self._mpi and whole and all(reduces(options["op"], x.dtype) for x in arrays):
-            return description, functools.partial(_on_host, self._mpi, options["op"])
+        sums = kind == "allreduce" and all(reduces(options["op"], x.dtype) for x in arrays)
+        if self._mpi and groups is None and (sums or kind == "broadcast"):
+            return description, functools.partial(self._mpi.run, **options)
         return description, functools.partial(self._run, program, root in (None, ctx.rank))
 
     def _agree(self, mine: Description) -> None:
@@ -139,10 +139,6 @@ def _program(
         return jitted(*inputs)
 
     return on_each(function), run
-
-
-def _on_host(mpi: HostMpi, op: str, arrays: Sequence[Any]) -> list[jax.Array]:
-    return [mpi.allreduce(np.asarray(x), op) for x in arrays]
 
 
 def _refuse_what_is_summed(kind: str, leaves: Sequence[Any]) -> None:
