@@ -1,7 +1,5 @@
 """Exceptions of jaxdist's own, and any exception in words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 _LONGEST = 10_000  # characters of an exception's message that go to other ranks

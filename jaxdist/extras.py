@@ -1,7 +1,5 @@
 """Packages that some features alone need: without one, an error that names the extra which brings it."""
 
-from __future__ import annotations
-
 import importlib.util
 
 # The extra that brings each package.

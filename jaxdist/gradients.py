@@ -1,7 +1,5 @@
 """`value_and_grad` and `grad`: JAX's, plus gradient accumulation over microbatches."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar

@@ -4,8 +4,6 @@ Speeds are from the table or from `JAXDIST_MACHINE`; nothing is measured. Whatev
 sending, or a few messages against many bytes, asks a `Machine` for seconds.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -84,7 +82,7 @@ class Kind:
         """Bytes of its memory that JAX takes, or 0 if unknown."""
         return int(self.memory * (1 if self.is_cpu else fraction()))
 
-    def of_host(self, devices: int) -> Kind:
+    def of_host(self, devices: int) -> "Kind":
         """Return the kind of one of several devices that share a host, given the host's."""
         return dataclasses.replace(
             self, memory=self.memory // devices, network=self.network / devices,
@@ -143,7 +141,7 @@ class Machine:
         """Check whether the devices have their own memory, which CPUs do not."""
         return not self.kind.is_cpu
 
-    def over(self, mesh: Mesh) -> Machine:
+    def over(self, mesh: Mesh) -> "Machine":
         """Return the same with the link of each axis of a mesh."""
         axes = axes_of_mesh(mesh)
         everyone = (tuple(range(mesh.size)),)

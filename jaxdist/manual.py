@@ -1,7 +1,5 @@
 """`per_device`: code for each device inside a step that is written for one."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar

@@ -1,7 +1,5 @@
 """The axes of a job's mesh, and groups of its devices."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter

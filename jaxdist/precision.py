@@ -1,7 +1,5 @@
 """Parameters in 16 bits, updated in 32; for float16 with a loss scale that follows the gradients."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, NamedTuple
 
 import jax

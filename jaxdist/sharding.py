@@ -1,7 +1,5 @@
 """`zero`: any optax transformation with its state, the gradients and the parameters in shards; `shard`, `unshard`."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

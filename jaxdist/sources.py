@@ -1,7 +1,5 @@
 """Tells the user's own source files from those of libraries."""
 
-from __future__ import annotations
-
 import functools
 import sysconfig
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The standard streams of this process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

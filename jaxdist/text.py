@@ -1,7 +1,5 @@
 """Tables as text."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

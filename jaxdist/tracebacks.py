@@ -1,7 +1,5 @@
 """Tracebacks without the frames of our code and of JAX's, so that what went wrong in a step shows the user's lines."""
 
-from __future__ import annotations
-
 import functools
 import traceback
 import types

@@ -1,7 +1,5 @@
 """Eight virtual CPU devices, float64 and quick compilation for every test; what takes longest starts first."""
 
-from __future__ import annotations
-
 import os
 
 if "OMPI_COMM_WORLD_SIZE" not in os.environ and "PMI_SIZE" not in os.environ:

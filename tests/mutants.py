@@ -5,8 +5,6 @@ row that the tests lack, or dead code. WORD: only mutants whose name or file has
 survivors (and of mutants whose line is no longer there).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

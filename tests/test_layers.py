@@ -1,7 +1,5 @@
 """The layers of the package: each imports what stands below it."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """What the package itself shows, and what importing it costs."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

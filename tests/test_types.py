@@ -1,7 +1,5 @@
 """A decorated step keeps its parameters and its result: pyright finds a call that does not fit."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """sdist and wheel: all files are in them, and what pip installs trains."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The comparison of a new call between ranks, before anything is sent: the step, its arguments, its program."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A rank's description of a call, and the first difference between ranks, in the same words on all of them."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`on_every_rank`: each rank does its part of a call; if one can't, or they do not fit, all raise the same error."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

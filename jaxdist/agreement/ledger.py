@@ -7,8 +7,6 @@ which were the same), and any rank that has entered its own call by then learns 
 Nothing less is enough: gloo ends a process that gets messages of a different program.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections import deque

@@ -1,7 +1,5 @@
 """Connect the processes of a mesh of several axes."""
 
-from __future__ import annotations
-
 import itertools
 
 from jax.sharding import Mesh

@@ -1,7 +1,5 @@
 """`check_sync`: is what should be the same on every process and every device the same, bit for bit?"""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import zlib

@@ -3,8 +3,6 @@
 Orbax can read them too, but a failed read closes its event loop, and all others print tracebacks.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ the product of one factor per axis, and all are added modulo 2^64 (multilinear h
 Any flipped bit changes the sum; other damage is missed with a probability of about 2^-32.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The directory of a run's checkpoints: its steps, its lock, adding and removing checkpoints."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import errno

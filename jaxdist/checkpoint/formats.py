@@ -1,7 +1,5 @@
 """`export`: arrays in one file that loads without jaxdist, with names of your choice."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

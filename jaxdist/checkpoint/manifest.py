@@ -1,7 +1,5 @@
 """The manifest of a checkpoint: its step, leaves and digest. Also which leaves can be saved."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """`restore` and `latest_step`: find a checkpoint, and read it onto the devices of this job."""
 
-from __future__ import annotations
-
 import functools
 import os
 import socket

@@ -1,7 +1,5 @@
 """`save`: write a checkpoint, in the background if asked, and give it its name once all of it is on disk."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools
@@ -35,7 +33,7 @@ from jaxdist.runtime.context import Context, get_context
 from jaxdist.tracebacks import api_boundary
 
 _SLICE = 5.0  # seconds between checks of a waiting rank whether the job is ending
-_pending: Saving | None = None
+_pending: "Saving | None" = None
 
 
 class Saving:

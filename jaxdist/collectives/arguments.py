@@ -1,7 +1,5 @@
 """The arguments of collectives: validate them, and describe calls for comparison."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence

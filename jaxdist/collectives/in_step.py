@@ -4,8 +4,6 @@ Each takes one array and gives each device its result; groups and root are alrea
 sum of all devices' losses, which the step turns into that of the mean loss.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """`send` and `recv`, through the control channel, without other ranks."""
 
-from __future__ import annotations
-
 import queue
 import time
 from collections import Counter, deque

@@ -1,7 +1,5 @@
 """MPI calls from Python, outside programs: compare calls between ranks, and run sums and broadcasts."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 The program is a function of `jaxdist.collectives.in_step`, over one device per process.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Collectives on arrays and pytrees: between processes, or between devices in a step."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Communicators: tables of lowering rules that send the arrays of a step's collectives."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Mapping

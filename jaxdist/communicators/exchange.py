@@ -1,7 +1,5 @@
 """Reductions by exchanging parts and adding locally, for wires that cannot reduce (correctly)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

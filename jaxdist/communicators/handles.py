@@ -5,8 +5,6 @@ an address. mpi4jax's calls hold it as an attribute, which an executable keeps a
 programs are compiled with placeholders of equal length, which each rank overwrites with its handles.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +13,7 @@ from jaxlib.mlir import ir
 
 _ATTRIBUTES = ("comm", "dtype", "op", "recvtype", "sendtype", "status")
 _TARGET = re.compile(r"mpi_\w+_ffi")
-_PLACE = 7_314_159_265_358_979_000
-"""The first placeholder; MLIR's parser skips the blanks before a shorter number."""
+_PLACE = 7_314_159_265_358_979_000  # the first placeholder; MLIR's parser skips the blanks before a shorter number
 _MOST = 999
 
 

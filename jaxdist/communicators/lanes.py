@@ -6,8 +6,6 @@ within and between processes. So summands are only sent, and added by a binary t
 numbers. Maxima, minima and gathers do not depend on order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +17,7 @@ from jaxdist.communicators import exchange
 from jaxdist.communicators.xla import Axes, GlooLowering, all_gather
 from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of
 
-_AT_ONCE = 1 << 12
-"""Largest total bytes of a sum in one message: each lane gets all summands and adds them."""
+_AT_ONCE = 1 << 12  # largest total bytes of a sum in one message: each lane gets all summands and adds them
 
 
 class LanesLowering(GlooLowering):

@@ -9,8 +9,6 @@ Values that no token can cross (a loop's carry) take an integer instead. `_join`
 `_fork` makes a token of it, both through a call that XLA can't look into: an all-reduce over this process alone.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,8 +28,7 @@ from jaxdist.ir.interpreter import CHECKPOINT, Interpreter, axes_of, bodies, gro
 from jaxdist.ir.primitives import slices
 from jaxdist.mesh import Axis, along
 
-MOST = 2**31 - 1
-"""Most elements per message, since mpi4jax passes MPI a C int. Longer arrays are split."""
+MOST = 2**31 - 1  # most elements per message, since mpi4jax passes MPI a C int. Longer arrays are split
 
 
 def _call_type(x: Any, token: Any, *, shape: tuple[int, ...], **_: Any) -> Any:

@@ -1,7 +1,5 @@
 """MPI communicators for all ranks and for groups."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

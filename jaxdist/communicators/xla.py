@@ -1,7 +1,5 @@
 """The XLA communicator: NCCL on GPUs, gloo between CPU processes, shared memory on virtual devices."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -46,7 +44,7 @@ class XlaLowering(Interpreter):
             }
         )
 
-    def with_rules(self, own: Mapping[str, Callable[..., Any]]) -> XlaLowering:
+    def with_rules(self, own: Mapping[str, Callable[..., Any]]) -> "XlaLowering":
         """Replace the rules of some collectives (see `jaxdist.communicators.Rules`)."""
         for name, rule in own.items():
             primitive, names = _NAMED[name]

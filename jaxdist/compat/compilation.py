@@ -1,7 +1,5 @@
 """The compiler."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import re

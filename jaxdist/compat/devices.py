@@ -1,7 +1,5 @@
 """Backends, their devices, those of this process and those that are not here, and arrays on them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

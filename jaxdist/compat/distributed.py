@@ -1,7 +1,5 @@
 """`jax.config`; `jax.distributed`, its client, its key-value store; and MPI below mpi4jax."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

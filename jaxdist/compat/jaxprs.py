@@ -1,7 +1,5 @@
 """Equations and jaxprs: what they hold, where they come from, and binding them anew."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Processes: what grain's workers share with the one that started them, and how Python ends its threads."""
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 import os

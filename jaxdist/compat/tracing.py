@@ -1,7 +1,5 @@
 """What is being traced, and under which types and settings."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import warnings

@@ -1,7 +1,5 @@
 """Which connector: by name, by address, an object of the user's own, or the launcher's."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

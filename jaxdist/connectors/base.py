@@ -1,7 +1,5 @@
 """What a connector is: how the processes of a job find each other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable

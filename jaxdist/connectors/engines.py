@@ -3,8 +3,6 @@
 Each is asked for rank and size, and for a way to give the others the address of rank 0; the rest is jaxdist's own.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

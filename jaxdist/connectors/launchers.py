@@ -1,7 +1,5 @@
 """Who started this process, and as which of how many: what MPI launchers leave in the environment."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Processes that mpirun, mpiexec or srun --mpi started, through mpi4py."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

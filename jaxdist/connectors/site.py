@@ -1,7 +1,5 @@
 """The MPI of this machine: what to install for it, and how mpi4py is made to load its library."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Tasks of a Slurm step: rank and size from srun's environment, the root on its first host."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Processes that know the root's address: tcp://host:port, and env:// as torchrun sets it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """The out-of-band control channel: who is in which call, who left, who died, who failed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """One rank fails, the job ends: hooks for uncaught exceptions, exit codes and Ctrl-C."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -3,8 +3,6 @@
 All of it runs on the thread of the event loop; to send waits for nobody.
 """
 
-from __future__ import annotations
-
 import errno
 import threading
 from dataclasses import dataclass, field

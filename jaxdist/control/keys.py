@@ -1,7 +1,5 @@
 """The secret that the processes of a job prove to each other to know."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import hmac

@@ -1,7 +1,5 @@
 """This process as one rank of a job: what it prints, from any thread, and how it ends when the job has failed."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Where the ranks of a job meet: rank 0 listens, the others find it, and each learns who is there."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -1,7 +1,5 @@
 """Folders for a job's own files, which the next job removes if this one is killed."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

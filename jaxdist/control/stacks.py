@@ -1,7 +1,5 @@
 """Where the main thread of this process is, for the messages of its other threads."""
 
-from __future__ import annotations
-
 import faulthandler
 import re
 import sys

@@ -1,7 +1,5 @@
 """Never a silent hang: a rank that waits too long in a call of a step finds out who has not come, and where it is."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Collection

@@ -4,8 +4,6 @@ Nothing is unpickled before the proof. (multiprocessing's own challenge is HMAC-
 refuse, and its connections block.)
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import pickle
@@ -32,7 +30,7 @@ class Link:
         self._reader, self._writer = reader, writer
 
     @classmethod
-    async def over(cls, sock: socket.socket) -> Link:
+    async def over(cls, sock: socket.socket) -> "Link":
         """A link over a connected socket."""
         sock.setblocking(False)
         return cls(*await asyncio.open_connection(sock=sock, limit=BUFFERED))

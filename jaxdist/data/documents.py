@@ -1,7 +1,5 @@
 """Documents of text or tokens, by index, from files that stay on disk."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json
@@ -26,7 +24,7 @@ _CHUNK = 1 << 20  # bytes of text per step of a checksum
 _SAMPLES = 64  # documents at the start that are encoded again to check that a folder has the same tokens
 
 
-def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], split: str | None = "\n") -> Text:
+def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], split: str | None = "\n") -> "Text":
     """Open the documents of text files, in order. A document is read from disk when it is needed.
 
     Args:
@@ -123,7 +121,7 @@ class Documents:
             )
 
     @staticmethod
-    def open(folder: str | os.PathLike[str]) -> Documents:
+    def open(folder: str | os.PathLike[str]) -> "Documents":
         """Open the documents that `jaxdist.data.tokenize` wrote to a folder; they stay on disk.
 
         Raises:

@@ -1,7 +1,5 @@
 """`evaluate`: exact sums over a loader on any number of ranks. `gather_for_metrics`: all values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`loader`: each rank's batches of a data set, on grain: one shuffle, equal counts, elastic resuming."""
 
-from __future__ import annotations
-
 import operator
 import threading
 import weakref
@@ -39,7 +37,7 @@ def loader(
     workers: int = 0,
     prefetch: int = 2,
     mesh: Mesh | Sizes | None = None,
-) -> Loader:
+) -> "Loader":
     """Read this rank's batches of a data set. Every process makes the same loader.
 
     An epoch is one order of all examples, whatever the number of ranks: a step takes the next ``batch_size * size``

@@ -1,7 +1,5 @@
 """`packed`: rows of equal length, filled with documents, by index."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator
 
@@ -10,7 +8,7 @@ import numpy as np
 from jaxdist.data.documents import Documents
 
 
-def packed(documents: Documents, length: int, *, seed: int | None = None) -> Packed:
+def packed(documents: Documents, length: int, *, seed: int | None = None) -> "Packed":
     """Pack documents into rows of `length` tokens, as a source for `jaxdist.loader`. Only the last row has padding.
 
     Args:

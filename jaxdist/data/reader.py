@@ -1,7 +1,5 @@
 """Read a loader's batches from any position on: by index, or sequentially."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

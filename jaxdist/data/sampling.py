@@ -1,7 +1,5 @@
 """The order of examples in an epoch, and each rank's part of a batch."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from dataclasses import dataclass
@@ -56,7 +54,7 @@ class Sampling:
         further, step = divmod(step - first, self.steps(0))
         return Place(at.epoch + 1 + further, step * self.whole)
 
-    def of(self, length: int) -> Sampling:
+    def of(self, length: int) -> "Sampling":
         """Return this sampling for `length` examples in their order."""
         return dataclasses.replace(self, length=length, shuffle=False)
 

@@ -1,7 +1,5 @@
 """The sources of a loader: arrays, objects with examples by index, and streams."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import zlib

@@ -1,7 +1,5 @@
 """Parse the text of a compiled program into computations, with instructions in running order."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Operations as text: collectives, types, parameters."""
 
-from __future__ import annotations
-
 import enum
 import hashlib
 import zlib

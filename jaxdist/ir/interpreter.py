@@ -1,7 +1,5 @@
 """Evaluate a jaxpr equation by equation with a table of rules, the basis of every pass."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,8 +13,7 @@ from jaxdist.mesh import Axis
 
 T = TypeVar("T")
 
-CHECKPOINT = ("checkpoint", "remat", "remat2")
-"""Names of `jax.checkpoint`, whose operands are its body's."""
+CHECKPOINT = ("checkpoint", "remat", "remat2")  # names of `jax.checkpoint`, whose operands are its body's
 CONTROL_FLOW = frozenset({"scan", "while", "cond", *CHECKPOINT})
 
 

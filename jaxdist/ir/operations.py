@@ -3,8 +3,6 @@
 The rules for dimensions are in `jaxdist.placements.rules`.
 """
 
-from __future__ import annotations
-
 from jax.extend.core import Primitive
 
 from jaxdist import compat

@@ -3,8 +3,6 @@
 Each communicator lowers the collectives; the lowering for XLA (`reduced`, ...) defines their meaning.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +16,7 @@ from jax.interpreters import ad, batching, mlir
 
 # --- emitted
 
-all_reduce_p = Primitive("jaxdist_all_reduce")
-"""The sum over ``axes``. ``wire``: the dtype to send, if not its own."""
+all_reduce_p = Primitive("jaxdist_all_reduce")  # the sum over ``axes``. ``wire``: the dtype to send, if not its own
 
 reduce_shard_p = Primitive("jaxdist_reduce_scatter")
 """This device's slice, along ``dim``, of the sum over ``axes``; padded with zeros. ``wire`` as

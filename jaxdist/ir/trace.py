@@ -4,8 +4,6 @@ Mesh axes have size one here: ``lax.psum(x, "data")`` is x, as on one device, so
 `jax.pmap` is right unchanged. One unbound axis with a different name is taken for the data axis.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import re

@@ -1,7 +1,5 @@
 """A program's communication: each of its collectives, with the bytes that a ring would send."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

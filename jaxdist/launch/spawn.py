@@ -3,8 +3,6 @@
 What ranks are sent and send back goes through files in a folder of the user's own: results of any size have room there.
 """
 
-from __future__ import annotations
-
 import io
 import linecache
 import os

@@ -1,7 +1,5 @@
 """`explain`: the communication of a step, work that every device repeats, and the reasons."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """`run_log`: metrics of a training run in a file, and progress on the root's standard error."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -127,7 +125,7 @@ class RunLog:
         print("  ".join(words), file=sys.stderr, flush=True)
         self._shown = now
 
-    def __enter__(self) -> RunLog:
+    def __enter__(self) -> "RunLog":
         return self
 
     def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:

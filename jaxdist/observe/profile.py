@@ -1,7 +1,5 @@
 """`profile`: a trace of each rank, and a table of the devices' time."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """A traced step as a flat list of operations: calls inlined, dead code dropped."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -68,8 +66,7 @@ class Classes(Generic[T]):
 
 
 _SAME = SHAPE_ONLY | {"convert_element_type"}
-TO_A_SUM = ADDITION | _SAME
-"""The operations between a term and the sum that it is part of."""
+TO_A_SUM = ADDITION | _SAME  # the operations between a term and the sum that it is part of
 _DRAWS = {"random_bits", "random_fold_in", "random_gamma", "random_split"}
 
 

@@ -10,8 +10,6 @@ gathered when the first whole array of a bucket is needed, and no sooner.
 Reference: Li et al., *PyTorch Distributed*, VLDB 2020, section 3.2.3 (gradient bucketing).
 """
 
-from __future__ import annotations
-
 import functools
 import heapq
 import itertools
@@ -32,8 +30,7 @@ from jaxdist.ir.primitives import all_reduce_p, first_entry, gather_shards_p, jo
 from jaxdist.mesh import Axis
 
 FUSED = {all_reduce_p, reduce_shard_p, gather_shards_p}
-_MANY = 8
-"""Number of pieces in a bucket from which `_pieces_of_one_kernel` pays off."""
+_MANY = 8  # number of pieces in a bucket from which `_pieces_of_one_kernel` pays off
 
 
 class Fuse:

@@ -4,8 +4,6 @@ A loop that only adds to a carry keeps summands, and adds them up once, after it
 batch itself (``lax.map`` over examples) that carries nothing else runs each device's own turns.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -102,8 +100,7 @@ def _placed_own_code(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strate
     return _own_code(walk, node, params["body"], params["ins"], params["outs"])
 
 
-Cuts = tuple[tuple[str, ...], ...]
-"""The axes that cut each leading dimension of a value; the largest slices come first."""
+Cuts = tuple[tuple[str, ...], ...]  # the axes that cut each leading dimension of a value; the largest slices come first
 
 own_code_p = Primitive("jaxdist_own_code")
 """The program of one device, ``body``, in a program for several. ``ins`` and ``outs``: the `Cuts`

@@ -1,7 +1,5 @@
 """The cost of a placed step on one device: FLOPs, seconds, and messages."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

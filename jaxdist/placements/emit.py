@@ -4,8 +4,6 @@ A value starts in one form. A conversion adds a form, once for each, and never c
 one operation may take the same value as two operands.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ to a fixpoint over what loops carry, and remembered by (body, placements of the 
 nothing depends on the order of a set or on an address.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -48,7 +46,7 @@ class Infer:
         self._placed: dict[Any, Placed] = {}
         self._wanted: dict[Block, dict[int, int]] = {}
 
-    def over(self, mesh: Sequence[Axis], k: int) -> Infer:
+    def over(self, mesh: Sequence[Axis], k: int) -> "Infer":
         """Return an `Infer` over axis `k` of a mesh; `jaxdist.zero` slices along the last axis."""
         return Infer(mesh[k], self._choose, self._level, self.machine, self.split, mesh[:k], mesh[k + 1 :])
 

@@ -9,8 +9,6 @@ A slice may be in host memory, from which its device fetches it (`jaxdist.zero`,
 Reference: Rajbhandari et al., *ZeRO*, arXiv 1910.02054, section 5 (partitioning of the states of training).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Collection, Sequence
@@ -26,8 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.mesh import AXIS, GROUP, SEQUENCE, Axis, data_size, in_groups
 from jaxdist.placements.values import REPLICATED, Placement, Split, is_narrow, tiles
 
-HOST = "pinned_host"
-"""JAX's name for host memory that a device accesses directly."""
+HOST = "pinned_host"  # JAX's name for host memory that a device accesses directly
 _WORTH_AVOIDING = 0.1
 
 
@@ -69,7 +66,7 @@ class Layout:
         """Return the cut of an axis, if any."""
         return next((cut for cut in self.cuts if cut.axis == axis), None)
 
-    def with_cut(self, cut: Cut | None) -> Layout:
+    def with_cut(self, cut: Cut | None) -> "Layout":
         """Return this layout with one more cut."""
         return self if cut is None else layout(*self.cuts, cut, host=self.host)
 
@@ -239,7 +236,7 @@ class Padded:
         """Check whether a step has donated its memory."""
         return self.array.is_deleted()
 
-    def block_until_ready(self) -> Padded:
+    def block_until_ready(self) -> "Padded":
         """Wait for the computation of its value."""
         self.array.block_until_ready()
         return self

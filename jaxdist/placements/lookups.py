@@ -6,8 +6,6 @@ References:
   Shoeybi et al., *Megatron-LM*, arXiv 1909.08053, section 3 (the embedding in slices of the vocabulary).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Rules for loops (`scan`, `while`): carries settle before bodies are placed for good."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any

@@ -5,8 +5,6 @@ straight into slices because they lead to a mark or are used only in slices.
 to keep it between steps: the optimizer's state in shards from level 1, parameters at level 3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -188,8 +186,7 @@ def _slice(forms: set[Form] | None) -> Split | None:
 # --- groups of devices that share sharded leaves
 
 
-Within = int | str | None
-"""The devices that share a leaf: all (None), each host's (``"host"``), or this many in a row."""
+Within = int | str | None  # the devices that share a leaf: all (None), each host's (``"host"``), or this many in a row
 
 HOST = "host"
 

@@ -5,8 +5,6 @@ finds operations that need all of a stored value, and joins those that depend on
 independent components, usually one per matrix; `jaxdist.placements.owners` decides how to run them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,10 +76,8 @@ def components(infer: Any, placed: Placed, moved: Counter[int]) -> list[Componen
     return found
 
 
-_Places = dict[int, None]
-"""Positions of operations in the block, as an ordered set."""
-_Key = tuple[int, int]
-"""A stage, and a component in it."""
+_Places = dict[int, None]  # positions of operations in the block, as an ordered set
+_Key = tuple[int, int]  # a stage, and a component in it
 
 
 class _Finder:

@@ -8,8 +8,6 @@ and so do leaves whose new parameters are gathered in one bucket, but not on GPU
 Reference: Ren et al., *ZeRO-Offload*, USENIX ATC 2021 (there the host computes the update as well).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +22,7 @@ from jaxdist.ir.interpreter import Interpreter, called, inlined, live, renamed, 
 from jaxdist.ir.primitives import shard_p
 from jaxdist.mesh import Axis
 
-_STAGES = 16
-"""Approximate number of stages, given enough leaves. Two or three are on the device at a time."""
+_STAGES = 16  # approximate number of stages, given enough leaves. Two or three are on the device at a time
 
 
 class _Origin(NamedTuple):

@@ -11,8 +11,6 @@ References:
   the next); Li et al., *Automatically finding efficient layouts*, TOAST, arXiv 2508.15010.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -24,13 +22,10 @@ from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import REPLICATED, Partial, Placement
 from jaxdist.placements.walk import Choice, Walk
 
-_OPERATIONS, _FEWEST = 30_000, 8
-"""Limit on walks of a block: fewer the more operations it has, down to a minimum."""
-_SURE = 1 / 5
-"""Extra weight of messages that only a switched option sends; estimates are not more accurate."""
+_OPERATIONS, _FEWEST = 30_000, 8  # limit on walks of a block: fewer the more operations it has, down to a minimum
+_SURE = 1 / 5  # extra weight of messages that only a switched option sends; estimates are not more accurate
 
-On = frozenset[int]
-"""The groups of operations that are switched."""
+On = frozenset[int]  # the groups of operations that are switched
 
 
 def best(infer: Any, block: Block, ins: Sequence[Placement], loose: frozenset[int] = frozenset()) -> Placed:

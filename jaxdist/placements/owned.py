@@ -1,7 +1,5 @@
 """Run owners: send operands to them, compute, and send results back."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -108,14 +106,13 @@ class _Run:
             found.update((o, parts[0]) for o, parts in back.opened(k, row))
         return [found[o] for o in node.outs]
 
-    def _exchange(self, emitter: Any, parcels: Parcels) -> Parcels:
+    def _exchange(self, emitter: Any, parcels: "Parcels") -> "Parcels":
         return {
             key: lax.all_to_all(x, emitter.axis, split_axis=0, concat_axis=0, tiled=True) for key, x in parcels.items()
         }
 
 
-Parcels = dict[str, Any]
-"""Arrays with one row per device, by dtype on the wire."""
+Parcels = dict[str, Any]  # arrays with one row per device, by dtype on the wire
 
 
 class _Parcels:

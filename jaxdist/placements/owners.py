@@ -10,8 +10,6 @@ References:
   divided over the devices); Graham, *Bounds on multiprocessing timing anomalies*, 1969 (the largest first).
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 from collections.abc import Sequence
@@ -31,8 +29,7 @@ from jaxdist.placements.options import best
 from jaxdist.placements.strategy import Placed, nbytes
 from jaxdist.placements.values import REPLICATED, Partial, Placement, Split, tile
 
-Way = Literal["slices", "owners"] | None
-"""The way to run whole-matrix work; None picks the cheaper one."""
+Way = Literal["slices", "owners"] | None  # the way to run whole-matrix work; None picks the cheaper one
 
 owners_p = Primitive("jaxdist_owners")
 """Components, each computed on one device, or a stack on all. Never bound: it is only a name."""
@@ -96,7 +93,7 @@ def with_owners(infer: Any, placed: Placed) -> Block | None:
     return _rewritten(placed.block, works) if works else None
 
 
-def _chosen(infer: Any, placed: Placed, costs: _Costs, found: Sequence[Component]) -> list[list[Work]]:
+def _chosen(infer: Any, placed: Placed, costs: "_Costs", found: Sequence[Component]) -> list[list[Work]]:
     """Choose which components of one stage get owners, in groups that become one operation each."""
     n, link = infer.devices, infer.link
     on_slices, always = costs

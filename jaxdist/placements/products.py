@@ -10,8 +10,6 @@ References:
   Xu et al., *GSPMD*, arXiv 2105.04663, section 3.5 (a product for which an operand is partitioned again).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,8 +24,7 @@ from jaxdist.placements.strategy import IN_PLACE, Strategy, nbytes
 from jaxdist.placements.values import REPLICATED, Partial, Placement, Split, form, tile
 from jaxdist.placements.walk import Walk, offer
 
-NAME = "send the examples"
-"""The name of the option."""
+NAME = "send the examples"  # the name of the option
 
 
 @offer("dot_general", "conv_general_dilated", "gather", "scatter-add", "scatter_add")

@@ -1,7 +1,5 @@
 """The communication and repeated work of a placed step, for `jaxdist.explain` and the warning."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections import Counter

@@ -11,8 +11,6 @@ dimensions of operands and results. All else is whole, with a message unless it 
 Reference: the sharding rules of Shardy (``OpShardingRule``), and the ``einsum`` notation of GSPMD, arXiv 2105.04663.
 """
 
-from __future__ import annotations
-
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

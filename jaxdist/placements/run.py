@@ -1,7 +1,5 @@
 """Ways to run an operation on the operands that a device holds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -10,8 +10,6 @@ References:
   Alabed et al., *PartIR*, arXiv 2401.11202 (searches for them).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,15 +25,12 @@ from jaxdist.placements.infer import Infer
 from jaxdist.placements.strategy import nbytes
 from jaxdist.placements.values import REPLICATED, Placement, form, reshaped, tile
 
-_PADDED = 1 / 16
-"""Largest relative growth of a dimension by padding."""
+_PADDED = 1 / 16  # largest relative growth of a dimension by padding
 _PLACINGS, _FEWEST, _OPERATIONS = 200, 32, 200_000
 """Limit on placements of the step: fewer the more operations it has, down to a minimum."""
 
-Dimension = tuple[int, int, int]
-"""Numbers of a block, a value in it, and one of its dimensions."""
-Member = tuple[int, int]
-"""Numbers of an input and one of its dimensions."""
+Dimension = tuple[int, int, int]  # numbers of a block, a value in it, and one of its dimensions
+Member = tuple[int, int]  # numbers of an input and one of its dimensions
 Class = frozenset[Member]
 
 

@@ -1,7 +1,5 @@
 """Rules beyond factors: reshapes, broadcasts, iota, pieces of a batch, random bits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

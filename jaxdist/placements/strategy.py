@@ -1,7 +1,5 @@
 """The results of inference: a strategy for each operation, and the placements of a whole block."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,8 +17,7 @@ UNKNOWN = (
 )
 """The reason to compute an operation whole if it has no description."""
 
-IN_PLACE = "instead of a weight, which is larger"
-"""The reason that batch values are sent although a weight could be."""
+IN_PLACE = "instead of a weight, which is larger"  # the reason that batch values are sent although a weight could be
 
 
 @dataclass(eq=False)
@@ -34,7 +31,7 @@ class Strategy:
     run: Callable[[Any, Node, list[Any]], Sequence[Any]] | None = None
     make: Callable[[Any, Node, Any], Any] | None = None  # of a deferred result: ``make(emitter, node, form) -> result``
     slicewise: bool = False  # a result slice needs only the same slices of operands of its shape
-    bodies: Sequence[Placed] = ()  # for control flow
+    bodies: "Sequence[Placed]" = ()  # for control flow
     exchanges: bool = False  # it communicates on its own
     why: str = ""  # the reason that every device computes the whole operation
     instead: str = ""  # the reason that its operands are sent, although an alternative exists
@@ -75,7 +72,7 @@ class Placed:
     summed: frozenset[int] = frozenset()  # inputs given as summands and added up inside
     matrices: int = 0  # the number of components in it (`jaxdist.placements.matrices`)
 
-    def returning(self, infer: Any, wants: Sequence[Form | None]) -> Placed:
+    def returning(self, infer: Any, wants: Sequence[Form | None]) -> "Placed":
         """Return this block with outputs converted to these forms; None keeps a form."""
         outs = tuple(own if want is None else want for own, want in zip(self.outs, wants, strict=True))
         inputs = {i: k for k, i in enumerate(self.block.inputs)}
@@ -118,11 +115,11 @@ class Placed:
                 return to
         return p
 
-    def alike(self, other: Placed) -> bool:
+    def alike(self, other: "Placed") -> bool:
         """Check whether a second placing has the same outputs and as many messages."""
         return (self.given, self.summed, len(self.moves)) == (other.given, other.summed, len(other.moves))
 
-    def blocks(self, times: int = 1) -> Iterator[tuple[Placed, int]]:
+    def blocks(self, times: int = 1) -> "Iterator[tuple[Placed, int]]":
         """Yield the block and those in its loops and branches, with how often each runs."""
         yield self, times
         for node, strategy in zip(self.block.nodes, self.strategies, strict=True):

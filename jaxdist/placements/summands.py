@@ -4,8 +4,6 @@ Operation and dtype decide. An operation that can change which values are finite
 division by a possible zero, a narrower dtype) waits until the sum is made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

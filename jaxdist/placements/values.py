@@ -11,8 +11,6 @@ References:
   Xu et al., *GSPMD*, arXiv 2105.04663; the placements of ``torch.distributed.tensor`` (Shard, Replicate, Partial).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -55,7 +53,7 @@ class Split:
         """Return the number of entries along the dimension on a device."""
         return self.outer * self.chunk
 
-    def at(self, dim: int) -> Split:
+    def at(self, dim: int) -> "Split":
         """Return the same slices of dimension `dim` of a different array."""
         return self if dim == self.dim else replace(self, dim=dim)
 
@@ -91,8 +89,7 @@ class Deferred:
 
 
 Placement = Replicated | Split | Partial | Deferred
-Form = Replicated | Split | Partial
-"""A placement that a device can hold, without further knowledge of the value."""
+Form = Replicated | Split | Partial  # a placement that a device can hold, without further knowledge of the value
 
 REPLICATED, PARTIAL, DEFERRED = Replicated(), Partial(), Deferred()
 

@@ -3,8 +3,6 @@
 `SPECIAL` has the rules of operations that need more than factors; the modules of rules fill it.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A step on hypothetical devices: emit it, compile it, and read figures from both."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -83,7 +81,7 @@ class Elsewhere:
             self._mesh = chosen(on, self.meshes() or [{AXIS: -1}], self.topology.machine)[0]
             self._forecast = self._forecast.on(self._mesh)
 
-    def on(self, mesh: Sizes) -> Elsewhere:
+    def on(self, mesh: Sizes) -> "Elsewhere":
         """Return the step on the same devices in a different mesh; both share compiled programs."""
         other = copy.copy(self)
         other._mesh = mesh_of(mesh, list(self._mesh.devices.flat), self.topology)

@@ -1,7 +1,5 @@
 """`fit`: find the ZeRO level, device groups and mesh with which a step fits, in the least time."""
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The memory that a device needs for a state, by kind."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """`plan`: bytes and collectives of a decorated step on hypothetical devices, and their overlap."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The result of `jaxdist.plan` and `jaxdist.planning.fit`, as numbers, as text and as JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -16,10 +14,8 @@ from jaxdist.planning.topology import Topology
 from jaxdist.step.forecast import Times
 from jaxdist.text import text_of
 
-STATE = ("parameters", "optimizer state", "other state")
-"""The kinds of bytes that persist between steps."""
-_MOST = 0.95
-"""The share of a device's memory for a step; the driver, NCCL and kernels need the rest."""
+STATE = ("parameters", "optimizer state", "other state")  # the kinds of bytes that persist between steps
+_MOST = 0.95  # the share of a device's memory for a step; the driver, NCCL and kernels need the rest
 
 _WIDTH = 160  # of a wide table
 

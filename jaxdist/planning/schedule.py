@@ -4,8 +4,6 @@ In a scheduled program, XLA writes an asynchronous collective as two operations,
 ``-done``. The operations between the two run while the bytes are sent.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

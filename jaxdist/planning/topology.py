@@ -1,7 +1,5 @@
 """Hypothetical devices: their number, kind, memory and links."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re
@@ -19,7 +17,7 @@ class Topology:
     kind: Kind
 
     @classmethod
-    def parse(cls, text: str) -> Topology:
+    def parse(cls, text: str) -> "Topology":
         """Parse ``"8xH100"``, ``"4x8xH100"`` (hosts first), or ``"4x8xH100,network=25e9"``."""
         match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([a-zA-Z].*)", text.strip())
         if match is None:

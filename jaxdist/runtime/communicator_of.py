@@ -1,7 +1,5 @@
 """Which communicator a job has: "xla", or "mpi" where MPI and mpi4jax are there and fit."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path

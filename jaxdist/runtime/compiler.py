@@ -1,7 +1,5 @@
 """What each rank traces and compiles its programs with, which must be the same: versions, settings, ``XLA_FLAGS``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version

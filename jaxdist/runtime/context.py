@@ -1,7 +1,5 @@
 """`init`, and the `Context` it makes: who am I, who else is there, which devices are ours."""
 
-from __future__ import annotations
-
 import math
 import os
 import pickle
@@ -26,7 +24,7 @@ from jaxdist.runtime import farewell, in_lanes, start
 COMMUNICATORS = ("auto", "xla", "mpi")
 TIMEOUT = 300.0  # seconds
 
-_context: Context | None = None
+_context: "Context | None" = None
 _requested: tuple[Any, ...] = ()
 _lock = threading.RLock()
 
@@ -75,7 +73,7 @@ class Context:
         self.kind: Kind
         self._parts: dict[Any, Any] = {}
 
-    def only(self, kind: Callable[[Context], T]) -> T:
+    def only(self, kind: "Callable[[Context], T]") -> T:
         """The one object of this kind in the job, made by ``kind(self)`` when it is first asked for."""
         if kind not in self._parts:
             self._parts[kind] = kind(self)

@@ -1,7 +1,5 @@
 """Which devices and how many threads each process of the job takes."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import os

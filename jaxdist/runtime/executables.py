@@ -4,8 +4,6 @@ A program is known by its text, the compiler's options and versions, and the pro
 compile each one. A rank that has waited for as long as a collective may, or can't load what it got, compiles alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -44,7 +42,7 @@ class LoweredProgram(NamedTuple):
     options: Any  # of the compiler
     callbacks: Sequence[Any]  # functions of this process that it calls
 
-    def copy(self) -> LoweredProgram:
+    def copy(self) -> "LoweredProgram":
         """One whose module can be changed."""
         return self._replace(module=ir.Module.parse(_bytecode(self.module), self.module.context))
 

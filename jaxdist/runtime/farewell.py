@@ -3,8 +3,6 @@
 Ranks may end far apart: one evaluates for an hour after the last step. The others hear of its failure, should it fail.
 """
 
-from __future__ import annotations
-
 import atexit
 import time
 

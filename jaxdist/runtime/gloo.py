@@ -1,7 +1,5 @@
 """Gloo, which carries XLA's collectives between CPU processes: its first connection, without what it prints."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

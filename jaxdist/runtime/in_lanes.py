@@ -1,7 +1,5 @@
 """Lanes: the devices of a job whose bits do not depend on the number of its processes."""
 
-from __future__ import annotations
-
 import os
 
 import jax

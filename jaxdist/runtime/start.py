@@ -1,7 +1,5 @@
 """JAX's start on all ranks: platform, devices, threads and communicator, and `jax.distributed`."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """Objects as bytes: a small pickle, and the arrays' memory beside it."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import types

@@ -12,8 +12,6 @@ Of the batch, arrays and arrays of keys are cut along their first dimension. Num
 dimension or without entries are whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Host callbacks that raise: the devices finish the step, then its call raises."""
 
-from __future__ import annotations
-
 import functools
 import traceback
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A step's options, and the arguments of a call in the order of its parameters."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The calls of a step: one that is new to this rank is compared with the other ranks', and its state is placed."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools
@@ -36,7 +34,7 @@ from jaxdist.step.signature import Signature, flat
 from jaxdist.step.tracing import say_once
 
 _log = logging.getLogger("jaxdist")
-_names: dict[str, itertools.count[int]] = {}
+_names: "dict[str, itertools.count[int]]" = {}
 
 
 class Calls:

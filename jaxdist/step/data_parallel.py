@@ -1,7 +1,5 @@
 """`data_parallel`: run a train step that was written for one device on all of them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload

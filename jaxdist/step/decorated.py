@@ -1,7 +1,5 @@
 """A decorated step, and a call of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys
@@ -59,7 +57,7 @@ class DataParallel(Generic[P, R]):
     def __get__(self, instance: None, owner: Any = ...) -> Self: ...
     @overload
     def __get__(
-        self: DataParallel[Concatenate[Own, Rest], R], instance: Own, owner: Any = ...
+        self: "DataParallel[Concatenate[Own, Rest], R]", instance: Own, owner: Any = ...
     ) -> Callable[Rest, R]: ...
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)

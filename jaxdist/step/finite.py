@@ -4,8 +4,6 @@ Inside a decorated step the counts are one more output of its program: a small a
 is examined on the host after the call. So all ranks see it, and raise the same error, without one more message.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar

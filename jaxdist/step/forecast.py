@@ -1,7 +1,5 @@
 """A step for devices that need not be here: what `jaxdist.plan` compiles, what it takes there, on which mesh least."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -162,7 +160,7 @@ class Forecast:
     cut: dict[int, int] = field(default_factory=dict)  # by the model axis, for the step's own batch and level
     _jaxprs: dict[Mesh | None, StepJaxpr] = field(default_factory=dict)  # with no mesh: for all that `on` makes
 
-    def on(self, mesh: Mesh) -> Forecast:
+    def on(self, mesh: Mesh) -> "Forecast":
         """Return the same call on a different mesh of the same number of devices."""
         return dataclasses.replace(self, mesh=mesh, cut={})
 

@@ -1,7 +1,5 @@
 """A call that a step knows: its program, and the check that the next call is the same."""
 
-from __future__ import annotations
-
 import functools
 import operator
 import weakref
@@ -100,7 +98,7 @@ class Known:
 class Taken:
     """The arrays that the latest call of a step took: they are gone, and name the call that has them."""
 
-    _all: ClassVar[weakref.WeakSet[Taken]] = weakref.WeakSet()
+    _all: ClassVar["weakref.WeakSet[Taken]"] = weakref.WeakSet()
 
     def __init__(self, step: str):
         self.step, self.call = step, 0

@@ -7,8 +7,6 @@ changed is one more part of its result, and goes back into the caller's objects.
 Reference: https://flax.readthedocs.io/en/latest/guides/transforms.html
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
@@ -38,7 +36,7 @@ class NnxArrays:
         return ((_NoKey(), self.state),), (self.graph, self.position)
 
     @classmethod
-    def tree_unflatten(cls, about: Any, children: Any) -> NnxArrays:
+    def tree_unflatten(cls, about: Any, children: Any) -> "NnxArrays":
         return cls(children[0], *about)
 
 

@@ -1,7 +1,5 @@
 """A traced step on the devices of a mesh: the placement of each value, and the program of one device."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Put state and batches onto the mesh: each process's part becomes part of one global array."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -20,8 +18,7 @@ from jaxdist.runtime.context import Context
 from jaxdist.step import batch
 from jaxdist.step.signature import NUMBERS, Signature, is_array
 
-ELSEWHERE = object()
-"""Stands for the layout of a leaf that is not on the mesh yet."""
+ELSEWHERE = object()  # stands for the layout of a leaf that is not on the mesh yet
 
 
 class Placer:

@@ -1,7 +1,5 @@
 """The programs of one step: traced once for the types of its arguments, placed for how they are kept, compiled."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Collection, Iterator, Sequence

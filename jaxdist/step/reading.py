@@ -1,7 +1,5 @@
 """Read a call of a step: find its data and its batch, and compare the values that ranks pass."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import sys

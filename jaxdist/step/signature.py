@@ -1,7 +1,5 @@
 """The signature of a call: its structure, and its data, state and batch."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -53,7 +51,7 @@ class Signature:
         """The leaves that are data, of all leaves of the arguments; the others are constants of the program."""
         return [x for i, x in enumerate(leaves) if is_array(x) and i not in self.numbers]
 
-    def with_batch(self, positions: Collection[int]) -> Signature:
+    def with_batch(self, positions: Collection[int]) -> "Signature":
         """The same with these leaves as the batch."""
         return dataclasses.replace(self, is_batch=tuple(i in positions for i in range(len(self.names))))
 

@@ -1,7 +1,5 @@
 """A step, traced for the types of its arguments and analyzed."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

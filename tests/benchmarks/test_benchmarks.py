@@ -1,7 +1,5 @@
 """Each benchmark in a small form: that it runs, and what it writes. The numbers mean nothing here."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

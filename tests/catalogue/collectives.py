@@ -1,7 +1,5 @@
 """The collectives of `jaxdist`: random calls of them, and what each gives, on one device."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Sequence
@@ -21,8 +19,7 @@ INTS = [f"{kind}{bits}" for bits in (8, 16, 32, 64, 2, 4) for kind in ("int", "u
 COMPLEX = ["complex64", "complex128"]
 OPS = ["sum", "avg", "prod", "min", "max"]
 KINDS = ["allreduce", "reduce", "reduce_scatter", "allgather", "all_to_all", "broadcast", "gather", "scatter"]
-Call = dict[str, Any]
-"""``kind``, ``shape``, ``dtype`` and the arguments of the collective."""
+Call = dict[str, Any]  # ``kind``, ``shape``, ``dtype`` and the arguments of the collective
 
 
 def apply(call: Call, x: Any) -> Any:

@@ -1,7 +1,5 @@
 """What is done to the folder of a checkpoint, and what the error about it names."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Random numbers in a step, by name: ``f(key, x)`` with a key and a batch of rows of 6."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loops and branches of a step, by name: ``f(w, x)`` with a matrix of 6 by 6 and a batch of rows of 6."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ decorated on several, and compares. Models are small, everything is float64 and 
 doesn't grow, and no decision (an argmax, a sort, a threshold) is near a tie.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Optimizers that work on whole matrices, as third parties write them: each wants its matrices in another way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Single operations on a state and a batch, by name: each ``f(w, b) -> anything``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Each trains a small model of leaves of many shapes. `Told` is what a step knows;
 takes besides gradients, state and parameters.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

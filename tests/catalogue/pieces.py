@@ -4,8 +4,6 @@ Takes, a letter for each operand: ``f`` floats of rank 1 or more, ``m`` of rank 
 booleans, ``k`` keys, ``s`` a single key. Floats are between -1 and 1. ``r`` is a `random.Random`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

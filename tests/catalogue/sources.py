@@ -1,7 +1,5 @@
 """What a loader reads: N different numbers an epoch, by index or one after the other."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -135,8 +133,7 @@ class _Iterator(grain.DatasetIterator):
 
 
 STATES_KEPT: list[Any] = [(1, 2), [1, (2, [3])], "x", 2**70, 1.5, True, None, {"a": ()}, {0: {(1,): b"\0"}}, {1}]
-STATES_CHANGED: list[Any] = [np.int64(3), np.arange(3), float("inf"), object()]
-"""What a Python literal would change."""
+STATES_CHANGED: list[Any] = [np.int64(3), np.arange(3), float("inf"), object()]  # what a Python literal would change
 
 
 class Short:

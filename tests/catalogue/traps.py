@@ -1,7 +1,5 @@
 """Ways in which a placement can make a result wrong, by name: a function, its state, a batch, and devices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +11,7 @@ from jax import lax
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 6))
 W = jnp.asarray(RNG.normal(size=(6, 6)))
-WAYS = [(4, 5), (8, 16)]
-"""Devices, examples."""
+WAYS = [(4, 5), (8, 16)]  # devices, examples
 
 
 def total(x: Any) -> Any:

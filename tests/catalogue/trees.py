@@ -1,7 +1,5 @@
 """States to save: every dtype, every kind of leaf, states of libraries; and what can't be saved."""
 
-from __future__ import annotations
-
 import enum
 import os
 from collections.abc import Callable

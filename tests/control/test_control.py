@@ -1,7 +1,5 @@
 """What the channel beside the training guarantees: strangers are kept out and do no harm; messages arrive."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

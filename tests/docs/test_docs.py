@@ -1,7 +1,5 @@
 """The snippets of the README and the documentation run, and the examples in docstrings print what they say."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import pkgutil

@@ -4,8 +4,6 @@
 steps of these names with one device, and then runs these scripts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
@@ -37,13 +35,10 @@ import gpt  # pyright: ignore[reportMissingImports]
 import ppo  # pyright: ignore[reportMissingImports]
 import vae  # pyright: ignore[reportMissingImports]
 
-Decorate = Callable[..., Any]
-"""Of a step, the decorator of its library, and settings of `data_parallel`."""
-Part = Callable[[Any], Any]
-"""A process's part of a batch."""
+Decorate = Callable[..., Any]  # of a step, the decorator of its library, and settings of `data_parallel`
+Part = Callable[[Any], Any]  # a process's part of a batch
 
-SIZE = 26
-"""Examples in a batch: 4 devices do not divide them."""
+SIZE = 26  # examples in a batch: 4 devices do not divide them
 
 
 all_scans = functools.cache(digits._load_scans)

@@ -3,8 +3,6 @@
 On virtual devices, and on two ranks; with JAXDIST_FULL set, in every way. So are the scripts, by their losses.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

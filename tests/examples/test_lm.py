@@ -1,7 +1,5 @@
 """`examples/lm.py`: the losses of one device, on meshes, in 16 bits, and of a run that goes on elsewhere."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

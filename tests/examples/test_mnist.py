@@ -1,7 +1,5 @@
 """examples/mnist.py: trains, on one device and on several."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

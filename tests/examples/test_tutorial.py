@@ -1,7 +1,5 @@
 """The tutorial: its page shows the files of examples/tutorial, and each of them has the losses of the first."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

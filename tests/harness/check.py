@@ -1,7 +1,5 @@
 """The one comparison: a function under `jax.jit` on one device, and decorated on several; the same values and types."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +12,7 @@ from jax.sharding import Mesh
 
 import jaxdist
 
-On = int | dict[str, int]
-"""A number of devices, or the sizes of a mesh."""
+On = int | dict[str, int]  # a number of devices, or the sizes of a mesh
 
 
 def mesh(on: On) -> Mesh:

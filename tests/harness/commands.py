@@ -1,7 +1,5 @@
 """The command `jaxdist`, in this process."""
 
-from __future__ import annotations
-
 import io
 import signal
 import sys

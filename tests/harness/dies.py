@@ -1,7 +1,5 @@
 """Run a script whose processes die when it has saved a step: ``python dies.py STEP SCRIPT [ARGUMENTS …]``."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal

@@ -3,8 +3,6 @@
 ``run_docs.py`` runs it before the pieces of each page; a page's own definitions come on top.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Errors by class and tokens: what a message must name, in whatever words."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator
 

@@ -1,7 +1,5 @@
 """Random programs out of `catalogue.pieces`: each a step on one device and on a mesh, at random costs."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Start jobs of several processes from a test, and leave none behind."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

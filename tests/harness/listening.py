@@ -1,7 +1,5 @@
 """The TCP addresses that a process listens at."""
 
-from __future__ import annotations
-
 import psutil
 
 

@@ -1,7 +1,5 @@
 """The loaders of a job's ranks, without starting processes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

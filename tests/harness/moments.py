@@ -1,7 +1,5 @@
 """Something done in the midst of a call: at each moment at which it asks the system for a file of some folder."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

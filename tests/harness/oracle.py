@@ -3,8 +3,6 @@
 Each case is a step with its initial state and its batches. They run on virtual devices and between processes.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import re

@@ -1,7 +1,5 @@
 """What one device runs and sends, read from the text of a lowered step: StableHLO, as any user can see it."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator

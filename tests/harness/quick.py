@@ -1,7 +1,5 @@
 """Compile with little work, for tests whose programs run for milliseconds: what is computed stays the same."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -17,8 +15,7 @@ OPTIONS: dict[str, Any] = {"xla_cpu_parallel_codegen_split_count": 1}
 if tuple(map(int, version("jaxlib").split(".")[:2])) <= (0, 10):
     OPTIONS["xla_cpu_use_fusion_emitters"] = False  # without them each fusion takes a third of the time
 _FLAGS = [f"--{name}={str(value).lower()}" for name, value in OPTIONS.items()]
-XLA_FLAGS = " ".join(["--xla_backend_optimization_level=0", *_FLAGS])
-"""The same for processes that a test starts."""
+XLA_FLAGS = " ".join(["--xla_backend_optimization_level=0", *_FLAGS])  # the same for processes that a test starts
 
 
 _original = compiler.get_compile_options

@@ -4,8 +4,6 @@ A block that imports jaxdist is a program. All other blocks of a page are pieces
 ``docs_setup.py``. A block whose first line is ``# not run: REASON`` is left out.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

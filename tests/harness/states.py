@@ -1,7 +1,5 @@
 """States, bit for bit, and the steps in a folder of checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

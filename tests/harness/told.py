@@ -1,7 +1,5 @@
 """What the ranks of a job tell the test that has started it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -12,8 +10,7 @@ from harness import jobs
 from harness.errors import missing
 
 TESTS = Path(__file__).parents[1]
-PATH = {"PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
-"""For a script to import the harness, and jaxdist of this checkout."""
+PATH = {"PYTHONPATH": f"{TESTS}:{TESTS.parent}"}  # for a script to import the harness, and jaxdist of this checkout
 _LINE = "TOLD "
 
 

@@ -4,8 +4,6 @@ It goes on from the last checkpoint in PATH, saves every 5 steps and after the l
 parameters' sum of squares and a digest of their bits. The batch of a step is the same on any number of devices.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Checkpoints of several processes: other numbers of ranks, damage, kills, full disks, and one owner of a folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """`save`, `restore`, `latest_step`: what was saved comes back, wherever it goes; and what can't be is said."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

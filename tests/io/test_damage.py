@@ -1,7 +1,5 @@
 """Damage is told or passed over, kills lose nothing, and what a job removes while it is read is no damage."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import os

@@ -1,7 +1,5 @@
 """`loader`: an epoch is one order of all examples, for any ranks and through any restarts."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import json

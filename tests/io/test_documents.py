@@ -1,7 +1,5 @@
 """`text_files`, `tokenize`, `Documents`, `packed`: documents by index, and rows of them."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from pathlib import Path

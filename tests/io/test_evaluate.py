@@ -1,7 +1,5 @@
 """`evaluate` and `gather_for_metrics`: each example counts once, whatever the tail."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from typing import Any

@@ -1,7 +1,5 @@
 """`export`, as a function and as a command: arrays in one file that loads without jaxdist."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any

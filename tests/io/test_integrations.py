@@ -1,7 +1,5 @@
 """Data of other packages; in CI with the newest Python (`uv run --group integrations`)."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import io

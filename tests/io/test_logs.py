@@ -1,7 +1,5 @@
 """`run_log`, `digest`, `profile`, and the command `plot`: what a run leaves behind."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

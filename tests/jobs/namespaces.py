@@ -5,8 +5,6 @@ test's process dies. With it go all that ran there, and with the last process th
 a name outside, nothing outlives the tests, and runs beside each other don't meet.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

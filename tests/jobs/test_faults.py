@@ -3,8 +3,6 @@
 A fault by the launchers and over the wires of its row; with JAXDIST_FULL set, over all.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Jobs on several hosts, which are namespaces of this machine: who each rank is, the one promise, and the end."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re
@@ -18,8 +16,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "hosts.py")
 RUN = [sys.executable, "-m", "jaxdist", "run"]
-SMALL, LARGE = "clip_adamw", "few_examples"
-"""Cases of `oracle`."""
+SMALL, LARGE = "clip_adamw", "few_examples"  # cases of `oracle`
 TWO_EACH = ["0 node1 0 2", "1 node1 1 2", "2 node2 0 2", "3 node2 1 2"]
 SECRET = {"JAXDIST_SECRET": "of these two"}
 # Open MPI uses all cards unless told, and docker0 leads nowhere. A cluster says nothing of more ranks than cores.

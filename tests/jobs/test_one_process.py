@@ -1,7 +1,5 @@
 """Collectives of one process alone, and in a step over its virtual devices, against NumPy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

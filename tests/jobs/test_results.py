@@ -4,8 +4,6 @@ A case runs in some of the jobs, so that each kind of it occurs over both wires 
 with JAXDIST_FULL set, in all of them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

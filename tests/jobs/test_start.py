@@ -1,7 +1,5 @@
 """How processes come together: by whom, with what, with which streams; and what keeps a job from starting."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

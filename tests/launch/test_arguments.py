@@ -1,7 +1,5 @@
 """The command line of `jaxdist run`: what is refused with exit code 2, hints, and hosts."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

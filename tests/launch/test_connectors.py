@@ -1,7 +1,5 @@
 """Which connector, rank and size: what each launcher's environment gives, and what is refused."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -3,8 +3,6 @@
 Their syntax is for their own tools: `.ci/run` calls these.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """How a job of `jaxdist run` ends, by exit code and signals, and starts again, from its last checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`jaxdist plan`: a function by file or module, tables and JSON, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

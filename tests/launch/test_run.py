@@ -1,7 +1,5 @@
 """`jaxdist run`: what ranks are given, and what is shown of what they write."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`spawn`: functions of a script and of a module on several ranks, their results, errors and end."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

@@ -1,7 +1,5 @@
 """`jaxdist info` and `test`: alone, on several ranks, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How a decorated step is called: which arguments are the batch, keywords, constants, donation, and what `jit` has."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Steps in the style of each library, only the decorator changed: they do what its own decorator makes of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

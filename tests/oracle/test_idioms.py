@@ -6,8 +6,6 @@ byte or a FLOP may be next to nothing or a second, or by prices at random, so th
 sooner or later. With JAXDIST_FULL set, each idiom so with JAXDIST_SEEDS seeds (40).
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """What may go wrong on several axes: each leaf of two calls as on one device, in float64."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

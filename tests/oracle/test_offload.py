@@ -1,7 +1,5 @@
 """The optimizer's state in the host's memory, ``zero(..., offload=True)``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,7 @@ RNG = np.random.default_rng(0)
 PARAMS = {"a": jnp.asarray(RNG.normal(size=(16, 24))), "b": jnp.asarray(RNG.normal(size=(24, 9))), "c": jnp.ones(9)}
 X = RNG.normal(size=(16, 16))
 ADAM = optax.adamw(1e-2)
-WAYS = [(1, None, 1), (4, None, 2), (8, 2, 3)]
-"""Devices, groups of them, level."""
+WAYS = [(1, None, 1), (4, None, 2), (8, 2, 3)]  # devices, groups of them, level
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,6 @@ One compiled step trains several of them, since compiling is most of the work. T
 With JAXDIST_FULL set, all are trained at all levels on all numbers of devices.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools
@@ -80,8 +78,7 @@ def test_every_transformation_of_optax_has_an_entry() -> None:
 
 # --- whole matrices
 
-CHAIN = ((6, 10), (10, 10), (10, 7), (7, 12), (12, 6))
-"""Shapes that 2, 3, 4 and 8 devices don't all divide."""
+CHAIN = ((6, 10), (10, 10), (10, 7), (7, 12), (12, 6))  # shapes that 2, 3, 4 and 8 devices don't all divide
 WAYS: list[tuple[int, int, Any, Any]] = [
     (2, 1, None, "owners"), (3, 2, None, "owners"), (8, 3, None, "owners"), (8, 2, 4, "owners"), (4, 2, None, None),
     (4, 1, None, "slices"), (4, 3, 2, "owners"), (8, 1, 2, "owners"), (8, 3, 4, "slices"),

@@ -1,7 +1,5 @@
 """`per_device`: code for each device, by choice, inside a step and outside of one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Parameters in 16 bits with a float32 copy: `zero(precision=)` beside a step that is written out for one device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

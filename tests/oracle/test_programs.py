@@ -4,8 +4,6 @@ Several rows are one program, since most of the time goes into compiling; device
 do not, by turns. With JAXDIST_FULL set, every operation by itself on all of them.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterable, Iterator
@@ -21,8 +19,7 @@ from harness.generated import Generated
 
 FULL = "JAXDIST_FULL" in os.environ
 EVEN = [(2, 8), (3, 6), (4, 8), (8, 8), (8, 16)]
-ODD = [(2, 7), (3, 7), (4, 5), (8, 13), (8, 5), (4, 9)]
-"""Devices, examples."""
+ODD = [(2, 7), (3, 7), (4, 5), (8, 13), (8, 5), (4, 9)]  # devices, examples
 
 
 def groups(names: Iterable[str], size: int) -> list[tuple[str, ...]]:

@@ -1,7 +1,5 @@
 """What else a step does: it names axes, changes arguments, prints, checks, compresses, and runs where a mesh is set."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`zero`, `shard`, `unshard`: what is kept where, that nothing else changes, and what is refused."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the model axis cuts where nobody says it, which mesh is chosen, and what that sends."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

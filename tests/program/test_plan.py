@@ -1,7 +1,5 @@
 """`plan` and `fit`: what they say of devices that are not here is what a run then holds and sends."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """What a device sends and computes for a step written for one: a table of steps, read from their lowered text."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -1,7 +1,5 @@
 """A rank of a job at whose ports others knock: `python channel.py NAME [ARGUMENTS]`."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """A save in the background fails: `background.py FOLDER [seen]`; if that was seen, another one is still under way."""
 
-from __future__ import annotations
-
 import resource
 import sys
 

@@ -1,7 +1,5 @@
 """Checkpoints of several ranks: `checkpoints.py FOLDER CASE …`; each case is a function of this file."""
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

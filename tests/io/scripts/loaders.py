@@ -1,7 +1,5 @@
 """Loaders of several ranks: `loaders.py FOLDER`; goes on from the state in a file there, if there is one."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Saves into a folder and lives on: `owner.py FOLDER`; with `forks`, children try to save there, and it ends."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

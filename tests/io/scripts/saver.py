@@ -1,8 +1,6 @@
 """Saves without a pause, in shards and whole, every second time in the background; goes on from the last one if it is
 started again: `saver.py FOLDER`."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Writing takes longer than the timeout, on one rank, then on the other; and a last save, in the background, fails."""
 
-from __future__ import annotations
-
 import resource
 import sys
 import time

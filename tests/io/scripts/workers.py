@@ -1,7 +1,5 @@
 """A loader with worker processes: `workers.py [fails|unguarded|dies]`."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

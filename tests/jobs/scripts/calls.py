@@ -1,7 +1,5 @@
 """Steps as they are called elsewhere, on several ranks: each returns what one device does for the whole batch."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Collectives between processes, in a step and outside of one: each rank compares its own result with NumPy's."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -1,7 +1,5 @@
 """Who and where each rank is, and what travels between their contexts."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

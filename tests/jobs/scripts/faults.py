@@ -3,8 +3,6 @@
 Whoever gets to the end of a fault that should have ended the job prints THROUGH.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

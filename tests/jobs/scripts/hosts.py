@@ -4,8 +4,6 @@ Each rank prints where it is, and how far its results are from one device's, whi
 cases they train until something ends it; the rank that EXPECTED names then ends with exit code 7.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

@@ -1,7 +1,5 @@
 """SHA-256 of what steps return in lanes: the same on any number of processes."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +15,7 @@ from harness.check import on_host, train_step
 import jaxdist
 
 ctx = jaxdist.get_context()
-WIDTH = 600
-"""Of products that Eigen may divide among threads, one of them along its inner dimension."""
+WIDTH = 600  # of products that Eigen may divide among threads, one of them along its inner dimension
 
 
 def bits(words: list[str], rows: int, steps: int) -> dict[str, str]:

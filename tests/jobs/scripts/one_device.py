@@ -3,8 +3,6 @@
 Each function returns the largest difference by name, as this rank has it. What one device computes comes in a file.
 """
 
-from __future__ import annotations
-
 import functools
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several ranks evaluate, log and profile: sums of all ranks on each; sinks of which one fails."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Every rank calls these functions of modules of tests/, one after the other. What
 rank in the folder, as a line of JSON each.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

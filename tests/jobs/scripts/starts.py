@@ -1,7 +1,5 @@
 """How a process comes into a job, or does not: `python starts.py NAME [ARGUMENTS]`. Prints FINE at its end."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

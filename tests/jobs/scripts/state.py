@@ -1,7 +1,5 @@
 """State that differs by rank, and what `check_sync`, `check_every`, `check_finite` and `save` say of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

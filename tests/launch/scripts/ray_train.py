@@ -1,7 +1,5 @@
 """Two workers of Ray Train, on CPUs: `ray_train.py FOLDER [dies]`; with "dies" rank 1 is killed in its first run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
