@@ -74,7 +74,7 @@ def test_traps(name: str) -> None:
 SEEDS = range(1000 if FULL else 100)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(k, marks=[pytest.mark.slow] * (k > 3)) for k in SEEDS])
+@pytest.mark.parametrize("seed", [pytest.param(k, marks=[pytest.mark.slow] * (k > 2)) for k in SEEDS])
 def test_random_programs(seed: int) -> None:
     Generated(seed).run()
 
