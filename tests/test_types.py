@@ -12,8 +12,6 @@ from harness import jobs
 
 # A comment says what pyright has to tell of its line: the type that it knows, or the rule that is broken.
 CODE = """
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax
