@@ -1,6 +1,9 @@
 """Documents of text or tokens, by index, from files that stay on disk."""
 
+import contextlib
+import fcntl
 import functools
+import glob
 import itertools
 import json
 import os
@@ -249,10 +252,13 @@ def _write(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path, d
         _compare(path, about)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(path)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # other jobs may write, too
     beside.mkdir()
     try:
         with (beside / _TOKENS).open("wb") as file:
+            with contextlib.suppress(OSError):  # a file system without locks: leftovers stay
+                fcntl.flock(file, fcntl.LOCK_EX)
             header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (0,)}
             np.lib.format.write_array_header_1_0(file, header)
             ends, count = [], 0
@@ -279,6 +285,14 @@ def _write(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path, d
                 _compare(path, about)  # a different job was first
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove folders of killed runs; a run that still writes holds a lock on its file."""
+    for beside in path.parent.glob(f".{glob.escape(path.name)}.????????"):
+        with contextlib.suppress(OSError), (beside / _TOKENS).open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(beside)
 
 
 def _coded(i: int, ids: Any, dtype: np.dtype[Any]) -> np.ndarray:

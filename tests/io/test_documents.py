@@ -206,3 +206,21 @@ def test_packing_that_cannot_be() -> None:
             jaxdist.data.packed(wrong, length)
     with raises(IndexError, "1"):
         jaxdist.data.packed(documents, 4)[1]
+
+
+def test_what_killed_runs_have_left_is_removed(tmp_path: Path) -> None:
+    """But nothing of one that still writes."""
+    (leftover := tmp_path / ".t.0123abcd").mkdir()
+    (leftover / "tokens.npy").touch()
+
+    def encode(text: str) -> bytes:
+        written.append(text)
+        if len(written) == 4:  # after the samples
+            jaxdist.data.tokenize(["c"], str.encode, tmp_path / "t2")
+            jaxdist.data.tokenize(["a", "c"], str.encode, tmp_path / "t")
+        return text.encode()
+
+    written: list[str] = []
+    with raises(ValueError, "different documents"):
+        jaxdist.data.tokenize(["a", "b"], encode, tmp_path / "t")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t", "t2"]
