@@ -86,7 +86,7 @@ def as_rank() -> int:
 def _software(ctx: Any) -> Iterator[Check]:
     """Check that all hosts have the same software."""
     reports = ctx.control.exchange("jaxdist test", (socket.gethostname(), versions()))
-    _, root = reports[ctx.root_rank]
+    _, root = reports[0]
     for host, found in dict(reports).items():
         other = [f"{name} {found[name] or 'missing'}, not {root[name]}" for name in root if found[name] != root[name]]
         yield Check(host, not other, "; ".join(other) or "the root's versions", "install the same on every host")

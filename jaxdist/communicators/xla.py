@@ -12,14 +12,7 @@ from jax.extend.core import primitives as p
 from jaxdist import compat
 from jaxdist.communicators import exchange
 from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of
-from jaxdist.ir.primitives import (
-    all_reduce_p,
-    gather_shards_p,
-    joined,
-    reduce_shard_p,
-    reduced,
-    slices,
-)
+from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, joined, reduce_shard_p, reduced, slices
 from jaxdist.mesh import AXIS
 
 Axes = tuple[str, ...]

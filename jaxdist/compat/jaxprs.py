@@ -47,12 +47,10 @@ def batched_entry_by_entry(primitive: Any) -> bool:
     return rule is batching.vectorized_batcher or rule is batching.broadcast_batcher
 
 
+# They call a Python function on the host, their parameter ``callback``.
 CALLBACKS = (callback.pure_callback_p, callback.io_callback_p, debugging.debug_callback_p)
-"""Operations that call a Python function on the host, their parameter ``callback``."""
 
-
-composite_p = hijax.call_hi_primitive_p
-"""An operation made of others (``jnp.nonzero`` from jax 0.12 on), which a trace still has in one piece."""
+composite_p = hijax.call_hi_primitive_p  # made of others, in one piece in a trace (``jnp.nonzero`` from jax 0.12 on)
 
 
 def expanded(interpreter: Any, eqn: Any, *args: Any) -> Sequence[Any]:

@@ -54,8 +54,6 @@ class Context:
       (True, 0, ('data',))
     """
 
-    root_rank = 0
-
     def __init__(self, connector: Connector, control: Control, timeout: float = TIMEOUT):
         self.connector = connector
         self.control = control
@@ -63,7 +61,7 @@ class Context:
         self.watchdog = Watchdog(control, timeout)
         self.rank, self.size = connector.rank, connector.size
         self.local_rank, self.local_size = connector.local_rank, connector.local_size
-        self.is_root = self.rank == self.root_rank
+        self.is_root = self.rank == 0
         self.communicator = "xla"
         self.rules: Rules | None = None
         self.devices: list[Any] = []

@@ -20,14 +20,7 @@ from jaxdist.control.channel import Control
 from jaxdist.control.keys import is_loopback
 from jaxdist.machine import Kind, asked_for, kind_of
 from jaxdist.mesh import AXIS
-from jaxdist.runtime import (
-    communicator_of,
-    compiler,
-    devices,
-    executables,
-    gloo,
-    in_lanes,
-)
+from jaxdist.runtime import communicator_of, compiler, devices, executables, gloo, in_lanes
 
 _log = logging.getLogger("jaxdist")
 
