@@ -13,8 +13,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from jaxdist.ir.interpreter import Found, axes_of, live, subjaxprs
 
-# These name an axis but send nothing.
-_SILENT = {"axis_index", "axis_size"}
+_SILENT = {"axis_index", "axis_size"}  # they name an axis but send nothing
 
 
 def checksum(host: np.ndarray) -> int:
@@ -59,7 +58,6 @@ def place(within: Sequence[tuple[JaxprEqn, int]]) -> str:
 
 
 # --- comparison between ranks
-
 
 _SHOWN = 160  # characters of an operation
 

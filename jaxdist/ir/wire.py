@@ -51,11 +51,9 @@ class Collective:
 
 
 def sent(program: ClosedJaxpr, axes: Sequence[Axis], machine: Machine) -> Iterator[Collective]:
-    """Estimate the least communication of a program: XLA merges all it can and, given a schedule,
-    hides messages along data axes. (The next operation waits for activations sent along other axes.)
-
-    XLA for CPUs merges all-reduces; for GPUs all of a kind, and it moves reductions out of loops.
-    """
+    """Estimate the least communication of a program: XLA merges all it can, and hides messages along data axes."""
+    # XLA for CPUs merges all-reduces; for GPUs all of a kind, and it moves reductions out of loops.
+    # The next operation waits for activations, which other axes send.
     on_cpu, devices = machine.kind.is_cpu, math.prod(axis.size for axis in axes)
     inner = {axis.name for axis in axes if axis.size > 1 and axis.name in (MODEL, SEQUENCE)} if len(axes) > 1 else set()
     together: dict[Any, list[tuple[str, int]]] = {}

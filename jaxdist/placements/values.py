@@ -118,7 +118,7 @@ def tiles(dim: int, size: int, axes: Sequence[int], stored: bool = False) -> lis
     return found
 
 
-def local_shape(shape: Sequence[int], placement: Placement) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], placement: Placement | None) -> tuple[int, ...]:
     """Return the shape of a device's part."""
     return placement.shape(shape) if isinstance(placement, Split) else tuple(shape)
 
