@@ -15,7 +15,7 @@ from jaxdist.placements.rules import FACTORS
 from jaxdist.placements.run import run_as_is
 from jaxdist.placements.strategy import Strategy, nbytes
 from jaxdist.placements.summands import is_zero
-from jaxdist.placements.values import PARTIAL, REPLICATED, Deferred, Placement, Replicated, Split, form, is_wide, wide
+from jaxdist.placements.values import REPLICATED, Deferred, Partial, Placement, Replicated, Split, form, is_wide, wide
 from jaxdist.placements.walk import Walk, special
 
 _MODES = {
@@ -50,7 +50,7 @@ def _look_up(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
         dims = [d for d in range(out.ndim) if d not in numbers.offset_dims]
         return [jnp.where(lax.broadcast_in_dim(own, out.shape, dims), found, 0).astype(wide(out.dtype))]
 
-    return Strategy([form(rows), REPLICATED], [PARTIAL], run)
+    return Strategy([form(rows), REPLICATED], [Partial()], run)
 
 
 @special(*_SCATTERS)

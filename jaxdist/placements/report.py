@@ -146,8 +146,7 @@ def work(placed: Placed) -> int:
 
 
 def _work(placed: Placed, times: int, every: bool = False) -> Iterator[tuple[Node, int, bool]]:
-    """Yield each operation with a device's FLOPs, and whether every device repeats it: it takes
-    whole values, at least one of them split over the examples before (or any, with `every`)."""
+    """Yield each operation with a device's FLOPs, and whether all repeat it on values that were split (or `every`)."""
     for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
         whole = all(to == REPLICATED for to in strategy.takes)
         again = whole and (every or any(isinstance(p := placed.at[i], Split) and not p.stored for i in node.ins))
