@@ -1,7 +1,6 @@
 """Evaluate a jaxpr equation by equation with a table of rules, the basis of every pass."""
 
 import itertools
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -75,31 +74,15 @@ def subjaxprs(eqn: JaxprEqn) -> Iterator[ClosedJaxpr]:
                 yield compat.closed(item)
 
 
-class Found(NamedTuple):
-    """An equation of a program, or of a nested one."""
-
-    eqn: JaxprEqn
-    program: ClosedJaxpr  # the program that contains it
-    within: tuple[tuple[JaxprEqn, int], ...] = ()  # outer equations, outermost first; which jaxpr
-
-    @property
-    def line(self) -> str:
-        """Return the user's ``file:line``; in a library function (`jax.numpy.roll`), the call's."""
-        outwards = [self.eqn, *(eqn for eqn, _ in reversed(self.within))]
-        return next(filter(None, map(compat.user_line, outwards)), "")
-
-    @property
-    def times(self) -> int:
-        """Return how often it runs; a while loop counts as one turn, and all branches as taken."""
-        return math.prod(eqn.params["length"] for eqn, _ in self.within if eqn.primitive.name == "scan")
+Within = tuple[tuple[JaxprEqn, int], ...]  # the equations around one, outermost first, and in which jaxpr of each it is
 
 
-def walk(program: ClosedJaxpr, within: tuple[tuple[JaxprEqn, int], ...] = ()) -> Iterator[Found]:
-    """Yield the live equations of a program in order; nested ones come before their parent."""
+def walk(program: ClosedJaxpr, within: Within = ()) -> Iterator[tuple[JaxprEqn, Within]]:
+    """Yield the live equations of a program in order, and those around each; nested ones before their parent."""
     for eqn in live(program.jaxpr):
         for i, body in enumerate(subjaxprs(eqn)):
             yield from walk(body, (*within, (eqn, i)))
-        yield Found(eqn, program, within)
+        yield eqn, within
 
 
 def with_bodies(eqn: JaxprEqn, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> dict[str, Any]:

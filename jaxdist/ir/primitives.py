@@ -116,9 +116,6 @@ mlir.register_lowering(
 )
 
 
-_COMPILED = "inside a function that JAX compiles on its own (jax.jit, lax.scan)"
-
-
 def _refuse_processes(name: str, where: str, fate: str, fix: str) -> None:
     if jax.process_count() > 1:
         raise RuntimeError(
@@ -127,20 +124,19 @@ def _refuse_processes(name: str, where: str, fate: str, fix: str) -> None:
         )
 
 
+@plain_p.def_impl
 def _plain_impl(x: Any, *, name: str) -> Any:
     fate, fix = "get the result of its own part of the batch", "Take the gradient inside a decorated function"
     _refuse_processes(name, "under jax.grad, jax.vmap or the like", fate, fix)
     return x
 
 
-plain_p.def_impl(_plain_impl)
-
-
 def _plain_lowering(ctx: Any, x: Any, *, name: str) -> list[Any]:
-    _refuse_processes(name, _COMPILED, "train alone", "Call it directly, or decorate the outer function instead")
+    where = "inside a function that JAX compiles on its own (jax.jit, lax.scan)"
+    _refuse_processes(name, where, "train alone", "Call it directly, or decorate the outer function instead")
     if jax.device_count() > 1:
         warnings.warn(
-            f"step {name!r} was called {_COMPILED}: there it is the plain step, and runs on one of "
+            f"step {name!r} was called {where}: there it is the plain step, and runs on one of "
             f"{jax.device_count()} devices. Decorate the outer function instead",
             stacklevel=2,
         )

@@ -103,21 +103,18 @@ class Walk:
 
     def strategy(self, node: Node) -> Strategy:
         """Choose how to run an operation, given the placements of its operands."""
-        first, *others = self.options(node)
-        self.offers += [(node, one) for one in others]
-        return next((one for one in others if one.name == self.choice.names.get(id(node))), first)
-
-    def options(self, node: Node) -> list[Strategy]:
-        """Return the ways to run an operation; the first sends least for it alone."""
         ins = [self.at[i] for i in node.ins]
         if unknown := [type(e).__name__ for e in node.eqn.effects if type(e).__name__ not in _EFFECTS]:
             raise refuse(node, f"its effect ({unknown[0]}) is not possible on several devices")
         if any(isinstance(p, Partial) for p in ins) and (strategy := linear(self, node, ins)):
-            return [strategy]
+            return strategy
         for k, i in enumerate(node.ins):
             if isinstance(ins[k], Partial):
                 ins[k] = self.slices.get(i, ins[k])
-        return [self._alone(node, ins), *(one for rule in OFFERS.get(node.name, ()) if (one := rule(self, node, ins)))]
+        usual = self._alone(node, ins)
+        offers = [one for rule in OFFERS.get(node.name, ()) if (one := rule(self, node, ins))]
+        self.offers += [(node, one) for one in offers]
+        return next((one for one in offers if one.name == self.choice.names.get(id(node))), usual)
 
     def _alone(self, node: Node, ins: Sequence[Placement]) -> Strategy:
         """Return the strategy that sends least for an operation alone."""
