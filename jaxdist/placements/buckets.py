@@ -211,11 +211,9 @@ class _Pace:
 def _before_form(v: Any, producers: Mapping[Any, JaxprEqn]) -> Any:
     """Follow changes of shape back from `v`."""
     # XLA folds a reshape into the product that takes it, then drops it, unused, from the barrier.
-    while (
-        v in producers and producers[v].primitive.name in SHAPE_ONLY and not isinstance(producers[v].invars[0], Literal)
-    ):
+    while v in producers and producers[v].primitive.name in SHAPE_ONLY:
         before = producers[v].invars[0]
-        if before not in producers or producers[before].primitive is gather_shards_p:
+        if isinstance(before, Literal) or before not in producers or _gathers(producers[before]):
             break
         v = before
     return v

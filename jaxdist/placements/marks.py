@@ -64,18 +64,15 @@ def marks(infer: Any, block: Block, level: int | None) -> Marks:
 def _follow(
     infer: Any, block: Block, inputs: Sequence[_From | None], found: Marks, level: int | None
 ) -> list[_From | None]:
-    at: list[Any] = [None] * len(block.avals)
-    for i, source in zip(block.inputs, inputs, strict=True):
-        at[i] = source
+    at = dict(zip(block.inputs, inputs, strict=True))
     for node in block.traced:
-        args = [at[i] for i in node.ins]
+        args = [at.get(i) for i in node.ins]
         if node.name in CONTROL_FLOW:
             outs = _in_bodies(infer, node, args, found, level)
         else:
             outs = _node(node, args, found, level)
-        for o, source in zip(node.outs, outs, strict=True):
-            at[o] = source
-    return [at[i] for i in block.outputs]
+        at.update(zip(node.outs, outs, strict=True))
+    return [at.get(i) for i in block.outputs]
 
 
 def _in_bodies(

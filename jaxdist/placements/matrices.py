@@ -134,7 +134,7 @@ class _Finder:
 
     def found(self) -> list[Component]:
         """Return the components, without operations that merely depend on them."""
-        members: dict[_Key, list[int]] = {}
+        members: dict[_Key, _Places] = {}
         needed: dict[int, set[_Key]] = {}  # values, and the components that take them
         for k, node in reversed([*enumerate(self.block.nodes)]):
             stage, component = self._at[k]
@@ -142,17 +142,13 @@ class _Finder:
                 continue
             key = stage, self._joined.of(component)
             if self._whole[k] or self._takes_all(k) or any(key in needed.get(o, ()) for o in node.outs):
-                members.setdefault(key, []).append(k)
+                members.setdefault(key, {})[k] = None
                 for i in node.ins:
                     needed.setdefault(i, set()).add(key)
-        found = []
-        for key in sorted(members):
-            own = dict.fromkeys(members[key])
-            self._take_makers(own)
-            found.append(self._of(own, key[0]))
-        return found
+        return [self._of(members[key], key[0]) for key in sorted(members)]
 
     def _of(self, own: _Places, stage: int) -> Component:
+        self._take_makers(own)
         nodes = [self.block.nodes[k] for k in sorted(own)]
         made = dict.fromkeys(o for node in nodes for o in node.outs)
         taken = dict.fromkeys(i for node in nodes for i in node.ins)

@@ -148,21 +148,17 @@ def _groups(shape: Sequence[int], new: Sequence[int]) -> Iterator[tuple[tuple[in
     i = j = 0
     while i < len(shape) or j < len(new):
         a, c = i, j
-        left = right = 1
-        if i < len(shape):
-            left, i = shape[i], i + 1
-        if j < len(new):
-            right, j = new[j], j + 1
-        while left != right:
+        i, j = min(i + 1, len(shape)), min(j + 1, len(new))
+        while (left := math.prod(shape[a:i])) != (right := math.prod(new[c:j])):
             if left < right and i < len(shape):
-                left, i = left * shape[i], i + 1
+                i += 1
             elif j < len(new):
-                right, j = right * new[j], j + 1
+                j += 1
             else:
                 break
-        while i < len(shape) and shape[i] == 1 and j >= len(new):
+        while j == len(new) and i < len(shape) and shape[i] == 1:
             i += 1
-        while j < len(new) and new[j] == 1 and i >= len(shape):
+        while i == len(shape) and j < len(new) and new[j] == 1:
             j += 1
         yield (a, i), (c, j)
 
