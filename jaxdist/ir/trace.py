@@ -53,10 +53,7 @@ def stepping(mesh: Any) -> Iterator[None]:
 def trace(
     fun: Callable[..., Sequence[Any]], args: Sequence[Any], on_axis: Callable[[str, Any], object] | None = None
 ) -> ClosedJaxpr:
-    """Trace a function with axes of size one, and remove them; one unbound axis is taken for the data axis.
-
-    `on_axis` gets the name of an axis that the function names, and the sums over it that are divided.
-    """
+    """Trace with axes of size one, and remove them; `on_axis` gets an axis that is named, and divisors of sums over it."""
     names = [AXIS]
     while True:
         try:

@@ -78,17 +78,18 @@ def with_owners(infer: Any, placed: Placed) -> Block | None:
     placed.matrices = max(len(found), inner)
     if not found or infer.split == "slices":
         return None
-    costs = _costs(infer, placed, moved)
+    on_slices, always = _costs(infer, placed, moved)
     works: list[list[Work]] = []
     for stage in sorted({c.stage for c in found}):
-        works += _chosen(infer, placed, costs, [c for c in found if c.stage == stage])
+        works += _chosen(infer, placed, on_slices, always, [c for c in found if c.stage == stage])
     return _rewritten(placed.block, works) if works else None
 
 
-def _chosen(infer: Any, placed: Placed, costs: "_Costs", found: Sequence[Component]) -> list[list[Work]]:
+def _chosen(
+    infer: Any, placed: Placed, on_slices: dict[int, float], always: set[int], found: Sequence[Component]
+) -> list[list[Work]]:
     """Choose which components of one stage get owners, in groups that become one operation each."""
     n, link = infer.devices, infer.link
-    on_slices, always = costs
     whole = [_on_one(infer, placed, component) for component in found]
     total = sum(one.seconds for one in whole)
     stacks: list[list[Work]] = []
@@ -124,10 +125,7 @@ def _assign(works: Sequence[Work], n: int, link: Link) -> float:
     return max(devices)[0] + 2 * link.latency * bool(works)
 
 
-_Costs = tuple[dict[int, float], set[int]]
-
-
-def _costs(infer: Any, placed: Placed, moved: Counter[int]) -> _Costs:
+def _costs(infer: Any, placed: Placed, moved: Counter[int]) -> tuple[dict[int, float], set[int]]:
     """Return each operation's seconds on slices (by id), and those that slices cannot run."""
     machine, link = infer.machine, infer.link
     costs: dict[int, float] = {}

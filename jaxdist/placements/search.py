@@ -85,10 +85,7 @@ class _Classes:
             for dim, n in enumerate(aval.shape):
                 if n >= self._devices and -n % self._devices <= _PADDED * n:
                     members.setdefault(self._ties.of(self._at(block, block.inputs[k], dim)), []).append((k, dim))
-
-        def size(one: Class) -> int:
-            return sum(nbytes(block.avals[block.inputs[k]]) for k in {k for k, _ in one})
-
+        size = lambda one: sum(nbytes(block.avals[block.inputs[k]]) for k in {k for k, _ in one})
         self.found: list[Class] = sorted(map(frozenset, members.values()), key=lambda one: (-size(one), min(one)))
 
     def _at(self, block: Block, value: int, dim: int) -> Dimension:

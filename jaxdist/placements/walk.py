@@ -190,12 +190,11 @@ class Walk:
         found: dict[tuple[int, int, int, int], Split] = {}
         batch = [p for p in ins if isinstance(p, Split) and not p.stored]
         for p, dims in zip(ins, described.operands, strict=True):
-            if isinstance(p, Split) and not (batch and p.stored) and dims[p.dim] is not None:
-                factor = dims[p.dim]
-                assert factor is not None
-                key = (factor, p.size, p.chunk, p.outer)
-                if key not in found or (found[key].stored and not p.stored):
-                    found[key] = p
+            if not isinstance(p, Split) or (batch and p.stored) or (factor := dims[p.dim]) is None:
+                continue
+            key = (factor, p.size, p.chunk, p.outer)
+            if key not in found or (found[key].stored and not p.stored):
+                found[key] = p
         if not found and batch:
             # A gathered operand must not make the rest N-fold: cut values that all devices have.
             length = {
