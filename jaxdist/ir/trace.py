@@ -53,7 +53,7 @@ def stepping(mesh: Any) -> Iterator[None]:
 def trace(
     fun: Callable[..., Sequence[Any]], args: Sequence[Any], on_axis: Callable[[str, Any], object] | None = None
 ) -> ClosedJaxpr:
-    """Trace with axes of size one, and remove them; `on_axis` gets an axis that is named, and divisors of sums over it."""
+    """Trace with axes of size one, and remove them; `on_axis` gets a named axis, and the divisors of sums over it."""
     names = [AXIS]
     while True:
         try:
