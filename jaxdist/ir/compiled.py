@@ -26,8 +26,6 @@ _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _NAME = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls|(?:true|false)_computation)=%?([\w.\-]+)")
-
-
 _MPI = re.compile(r"jaxdist_mpi_([a-z]+)")
 _GROUPS = r"replica_groups=(.*?)(?=, (?!device_ids)\w+=|$)"
 
@@ -81,10 +79,7 @@ Computations = dict[str, list[Instruction]]
 
 
 def computations(text: str) -> tuple[Computations, str]:
-    """Return the computations of a module by name, and the name of its entry computation.
-
-    Source: https://openxla.org/xla/operation_semantics
-    """
+    """Return the computations of a module by name, and the name of its entry computation."""
     found: Computations = {}
     entry = ""
     body: list[Instruction] = []

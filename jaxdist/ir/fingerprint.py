@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from jaxdist.ir.interpreter import Found, axes_of, live, subjaxprs
+from jaxdist import compat
+from jaxdist.ir.interpreter import Within, axes_of, live, subjaxprs
 
-# These name an axis but send nothing.
-_SILENT = {"axis_index", "axis_size"}
+_SILENT = {"axis_index", "axis_size"}  # they name an axis but send nothing
 
 
 def checksum(host: np.ndarray) -> int:
@@ -52,14 +52,13 @@ def _plain(value: Any) -> str:
     return str(value) if isinstance(value, known) else ""
 
 
-def place(within: Sequence[tuple[JaxprEqn, int]]) -> str:
-    """Describe the position of an equation inside these, in the i-th jaxpr of each."""
+def place(within: Within) -> str:
+    """Describe the position of an equation."""
     words = {"scan": "in a scan of {length}: ", "while": "in a while loop: ", "cond": "in branch {i} of a cond: "}
     return "".join(words.get(e.primitive.name, "").format(i=i, length=e.params.get("length")) for e, i in within)
 
 
 # --- comparison between ranks
-
 
 _SHOWN = 160  # characters of an operation
 
@@ -83,13 +82,12 @@ def dataflow(closed: ClosedJaxpr) -> str:
 
 def operations(closed: ClosedJaxpr) -> list[Operation]:
     """Return the operations of a program in order; bodies come before their control flow."""
-    return [Operation(digest, text, one.line if one else "") for digest, text, one in _each(closed)]
+    line = lambda outwards: next(filter(None, map(compat.user_line, outwards)), "")
+    return [Operation(digest, text, line(outwards)) for digest, text, outwards in _each(closed)]
 
 
-def _each(
-    closed: ClosedJaxpr, within: tuple[tuple[JaxprEqn, int], ...] = ()
-) -> Iterator[tuple[bytes, str, Found | None]]:
-    """Yield each operation's digest and text, and finally those for the program's results."""
+def _each(closed: ClosedJaxpr, within: Within = ()) -> Iterator[tuple[bytes, str, Sequence[JaxprEqn]]]:
+    """Yield each operation's digest, text, and equations outwards, and finally those for the program's results."""
     jaxpr, where = closed.jaxpr, place(within)
     numbers: dict[Any, int] = {v: i for i, v in enumerate(jaxpr.invars)}
     held = {v: _held(v, x) for v, x in zip(jaxpr.constvars, closed.consts, strict=True)}
@@ -106,9 +104,9 @@ def _each(
             yield from _each(body, (*within, (eqn, i)))
         name = eqn.primitive.name.removeprefix("jaxdist_")
         text = f"{where}{name} {', '.join(map(operand, eqn.invars))}{parameters(eqn)}"
-        yield digest(text, (*eqn.invars, *eqn.outvars)), text, Found(eqn, closed, within)
+        yield digest(text, (*eqn.invars, *eqn.outvars)), text, (eqn, *(outer for outer, _ in reversed(within)))
     text = f"{where}returns {', '.join(map(operand, jaxpr.outvars))}"
-    yield digest(text, jaxpr.outvars), text, None
+    yield digest(text, jaxpr.outvars), text, ()
 
 
 def _held(v: Any, value: Any) -> str:

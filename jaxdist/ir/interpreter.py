@@ -1,7 +1,6 @@
 """Evaluate a jaxpr equation by equation with a table of rules, the basis of every pass."""
 
 import itertools
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -54,23 +53,16 @@ def bodies(eqn: JaxprEqn) -> list[Body]:
     return []
 
 
-_LONGEST_CALL = 256  # equations
+_LONGEST_CALL = 256  # equations: XLA takes long for a call with thousands of operands
 
-Rule = Callable[..., Any]
-"""``rule(interpreter, eqn, *args) -> outputs`` (one value, or a sequence if there are several)."""
+Rule = Callable[..., Any]  # ``rule(interpreter, eqn, *args) -> outputs``: one value, or a sequence if there are several
 
 # Calls that only name a piece of the program. They are inlined if a pass acts on their contents.
 # Differentiation is over by then, so custom derivatives have had their effect.
 INLINED = {
     "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
     "custom_vmap_call": "call",
+    **dict.fromkeys(("closed_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
 }
 
 
@@ -82,31 +74,15 @@ def subjaxprs(eqn: JaxprEqn) -> Iterator[ClosedJaxpr]:
                 yield compat.closed(item)
 
 
-class Found(NamedTuple):
-    """An equation of a program, or of a nested one."""
-
-    eqn: JaxprEqn
-    program: ClosedJaxpr  # the program that contains it
-    within: tuple[tuple[JaxprEqn, int], ...] = ()  # outer equations, outermost first; which jaxpr
-
-    @property
-    def line(self) -> str:
-        """Return the user's ``file:line``; in a library function (`jax.numpy.roll`), the call's."""
-        outwards = [self.eqn, *(eqn for eqn, _ in reversed(self.within))]
-        return next(filter(None, map(compat.user_line, outwards)), "")
-
-    @property
-    def times(self) -> int:
-        """Return how often it runs; a while loop counts as one turn, and all branches as taken."""
-        return math.prod(eqn.params["length"] for eqn, _ in self.within if eqn.primitive.name == "scan")
+Within = tuple[tuple[JaxprEqn, int], ...]  # the equations around one, outermost first, and in which jaxpr of each it is
 
 
-def walk(program: ClosedJaxpr, within: tuple[tuple[JaxprEqn, int], ...] = ()) -> Iterator[Found]:
-    """Yield the live equations of a program in order; nested ones come before their parent."""
+def walk(program: ClosedJaxpr, within: Within = ()) -> Iterator[tuple[JaxprEqn, Within]]:
+    """Yield the live equations of a program in order, and those around each; nested ones before their parent."""
     for eqn in live(program.jaxpr):
         for i, body in enumerate(subjaxprs(eqn)):
             yield from walk(body, (*within, (eqn, i)))
-        yield Found(eqn, program, within)
+        yield eqn, within
 
 
 def with_bodies(eqn: JaxprEqn, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> dict[str, Any]:
@@ -168,8 +144,7 @@ def renamed(atoms: Sequence[Any], names: Mapping[Any, Any]) -> list[Any]:
 def inlined(
     fun: Callable[..., Sequence[Any]], operands: Sequence[Any], axes: Sequence[Axis], results: Sequence[Any] = ()
 ) -> tuple[list[JaxprEqn], list[Any], dict[Any, Any]]:
-    """Return the equations of a function of some variables on one device, its results (named
-    `results` if given), and its constants."""
+    """Return the equations of a function of variables, its results (named `results` if given), and its constants."""
     traced = jax.make_jaxpr(fun, axis_env=list(axes))(*(v.aval for v in operands))
     jaxpr, names = traced.jaxpr, dict(zip(traced.jaxpr.invars, operands, strict=True))
     names.update(zip(jaxpr.outvars, results, strict=False))
@@ -178,14 +153,11 @@ def inlined(
 
 
 class Interpreter:
-    """Evaluates jaxprs, replacing primitives by `rules`.
+    """Evaluates jaxprs, replacing primitives by `rules`, also in calls, which it inlines, and in control flow."""
 
-    Equations without those primitives, directly or nested, are bound unchanged: many in a row in one
-    call, since tracing each anew takes as long as tracing the step. Other calls are inlined; bodies
-    of control flow and of ``jax.checkpoint`` are rewritten by the same rules and bound again.
-    """
-
-    worth_a_call: float = 4  # equations
+    # Other equations in a row are bound unchanged in one call if they are this many: to trace each
+    # anew takes as long as tracing the step.
+    worth_a_call: float = 4
 
     def __init__(self, rules: Mapping[Primitive, Rule]):
         self.rules = dict(rules)
@@ -193,10 +165,8 @@ class Interpreter:
 
     def run(self, closed: ClosedJaxpr, *args: Any) -> list[Any]:
         """Return the outputs of `closed` at `args`."""
-        return self.eval_jaxpr(closed.jaxpr, closed.consts, args)
-
-    def eval_jaxpr(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        jaxpr = closed.jaxpr
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
 
         def read(atom: Any) -> Any:
@@ -221,10 +191,7 @@ class Interpreter:
         return [read(v) for v in jaxpr.outvars]
 
     def _stretches(self, eqns: Sequence[JaxprEqn]) -> Iterator[tuple[int, int]]:
-        """Yield [start, stop) of runs of equations to bind unchanged, and of every other one alone.
-
-        Runs are bounded, because XLA takes long for a call with thousands of operands.
-        """
+        """Yield [start, stop) of runs of equations to bind unchanged, and of every other one alone."""
         start, names = 0, {eqn.primitive.name for eqn in eqns}
         # To fetch from the host's memory takes both; a call's types would not have that memory.
         alone = {"device_put", "optimization_barrier"} if "device_put" in names else set()
@@ -294,18 +261,13 @@ def has_effect(eqn: JaxprEqn) -> bool:
     return any(type(e).__name__ != "NamedAxisEffect" for e in eqn.effects)
 
 
-# --- estimate the peak memory of a program, before a compiler has fused and ordered it
+# --- the peak memory of a program, before a compiler has fused and ordered it
 
-
-# These are computed where they are used.
-_FUSED = {"broadcast_in_dim", "iota"}
+_FUSED = {"broadcast_in_dim", "iota"}  # computed where they are used
 
 
 def held_at_once(jaxpr: Jaxpr) -> int:
-    """Return an upper bound on the bytes of values that a program holds at once, in program order.
-
-    Arguments do not count, and a loop counts as one turn.
-    """
+    """Bound the bytes that a program holds at once, without its arguments; a loop counts as one turn."""
     eqns = live(jaxpr)
     last, change = _last_uses(eqns, jaxpr.outvars), [0] * (len(eqns) + 1)
     for k, eqn in enumerate(eqns):

@@ -1,65 +1,46 @@
-"""The table of operations: properties that a primitive's name alone implies.
-
-The rules for dimensions are in `jaxdist.placements.rules`.
-"""
+"""The table of operations: properties that a primitive's name alone implies."""
 
 from jax.extend.core import Primitive
 
 from jaxdist import compat
 
+# The result is the operand, perhaps in a different place.
 SAME = frozenset({"copy", "copy_p", "device_put", "jaxdist_plain", "jaxdist_shard", "layout_constraint", "pvary",
                   "reshard", "sharding_constraint"})  # fmt: skip
-"""The result is the operand, perhaps in a different place."""
-
+# The result has each entry of the operand once, at negligible cost.
 SHAPE_ONLY = frozenset({"copy", "copy_p", "reshape", "squeeze", "transpose"})
-"""The result has each entry of the operand once, at negligible cost."""
-
 ADDITION = frozenset({"add", "add_any"})
-
-LINEAR = SHAPE_ONLY | {"broadcast_in_dim", "dynamic_slice", "expand_dims", "neg", "reduce_sum", "rev", "slice"}
-"""Linear in one operand: the result for a sum is the sum of the results."""
-
+# Linear in one operand: the result for a sum is the sum of the results.
+LINEAR = SHAPE_ONLY | {"broadcast_in_dim", "dynamic_slice", "neg", "reduce_sum", "rev", "slice"}
+# Linear collectives whose result is at most as large as their operand.
 ACROSS = frozenset({"all_to_all", "jaxdist_all_reduce", "jaxdist_reduce_scatter", "ppermute"})
-"""Linear collectives whose result is at most as large as their operand."""
-
 CONTRACTION = frozenset({"conv_general_dilated", "dot_general"})
-
+# FLOPs for a matrix, divided by both dimensions and the smaller one (Golub and Van Loan, *Matrix Computations*).
 FACTORISATION = {"cholesky": 1 / 3, "eig": 25, "eigh": 9, "geqrf": 2, "hessenberg": 10 / 3, "householder_product": 2,
                  "lu": 2 / 3, "qr": 4, "schur": 25, "svd": 20, "triangular_solve": 1, "tridiagonal": 4 / 3}  # fmt: skip
-"""FLOPs for a matrix, divided by both dimensions and the smaller one (Golub and Van Loan, *Matrix
-Computations*)."""
-
+# Never moved into work that one device does for all: marks, code for each device, callbacks on the root.
 FOR_ITSELF = frozenset({"debug_callback", "debug_print", "io_callback", "jaxdist_count", "jaxdist_own_code",
                         "jaxdist_plain", "jaxdist_shard", "pure_callback", "rng_uniform", "shard_map"})  # fmt: skip
-"""Never moved into work that one device does for all: marks, the user's own code for each device,
-and callbacks on the root."""
-
+# The results have the operand's dimensions, some of them longer or shorter.
 SAME_RANK = frozenset({"concatenate", "dynamic_slice", "dynamic_update_slice", "gather", "pad", "rev", "slice", "sort",
                        "split"})  # fmt: skip
-"""The results have the operand's dimensions, some of them longer or shorter."""
-
+# These are elementwise, though JAX has a special rule to batch them.
 _OF_ENTRIES = frozenset({
     "add_any", "clamp", "convert_element_type", "copy_p", "device_put", "mesh_cast", "name", "optimization_barrier",
     "layout_constraint", "pvary", "random_gamma_grad", "reshard", "select_n", "sharding_constraint", "stop_gradient",
 })  # fmt: skip
-"""These are elementwise, though JAX has a special rule to batch them."""
-
+# JAX batches these like elementwise operations, but results may have more or fewer dimensions.
 _OTHER_DIMENSIONS = frozenset({"from_edtype", "random_bits", "random_seed", "random_split", "random_unwrap",
                                "to_edtype"})  # fmt: skip
-"""JAX batches these like elementwise operations, but results may have more or fewer dimensions."""
-
+# Elementwise work that should not be repeated, or that has a place.
 _DEAR = frozenset({"device_put", "optimization_barrier", "philox2x32", "philox4x32", "random_fold_in",
                    "random_gamma_grad", "reshard", "stage", "threefry2x32", "threefry4x32", "tie",
                    "with_memory_space_constraint"})  # fmt: skip
-"""Elementwise work that should not be repeated, or that has a place."""
 
 
 def is_elementwise(primitive: Primitive) -> bool:
-    """Check whether entries of results depend only on the operands' entries at their position.
-
-    This follows JAX's registry: its own operations in any version, and a user's.
-    """
-    name = primitive.name
+    """Check whether entries of results depend only on the operands' entries at their position."""
+    name = primitive.name  # JAX's registry of batching has its own operations in any version, and a user's
     return name in _OF_ENTRIES or (compat.batched_entry_by_entry(primitive) and name not in _OTHER_DIMENSIONS)
 
 

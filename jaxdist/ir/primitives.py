@@ -1,10 +1,6 @@
-"""The primitives of a step: marks, which the user's code binds, and collectives from placements.
-
-Each communicator lowers the collectives; the lowering for XLA (`reduced`, ...) defines their meaning.
-"""
+"""The primitives of a step: marks, which the user's code binds, and collectives, which each communicator lowers."""
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,35 +14,23 @@ from jax.interpreters import ad, batching, mlir
 
 all_reduce_p = Primitive("jaxdist_all_reduce")  # the sum over ``axes``. ``wire``: the dtype to send, if not its own
 
-reduce_shard_p = Primitive("jaxdist_reduce_scatter")
-"""This device's slice, along ``dim``, of the sum over ``axes``; padded with zeros. ``wire`` as
-above."""
-
-gather_shards_p = Primitive("jaxdist_all_gather")
-"""The slices of all devices joined along ``dim``, without padding: ``size`` entries."""
+reduce_shard_p = Primitive("jaxdist_reduce_scatter")  # the slice of that sum along ``dim``, padded with zeros
+gather_shards_p = Primitive("jaxdist_all_gather")  # the slices of all devices along ``dim``, to ``size`` entries
 
 # --- marks
 
+# ``x``, which may be sharded from here on. ``role``: a ``"gradient"``, the optimizer's ``"state"``, a ``"parameter"``,
+# or ``"requested"`` by the user; ``level`` of ZeRO; ``within``: the devices that share it; ``split``: the way to run
+# whole-matrix work (`placements.owners`); ``offload``: keep the state's leaves in host memory.
 shard_p = Primitive("jaxdist_shard")
-"""``x``, which may be sharded from here on. Bound by `jaxdist.zero` and `jaxdist.shard`.
-
-``role``: a ``"gradient"``, the optimizer's ``"state"``, a ``"parameter"``, or ``"requested"`` by
-the user; ``level`` of ZeRO; ``within``: the devices that share it; ``split``: the way to run
-whole-matrix work (see `placements.owners`); ``offload``: keep the state's leaves in host memory.
-The marks on state leaves decide how they are kept between steps (see `placements.marks`).
-"""
-
-count_p = Primitive("jaxdist_count")
-"""int32[devices, 2]: numbers of NaN and infinite entries of ``x`` per device (`step.finite`)."""
-
-plain_p = Primitive("jaxdist_plain")
-"""``x`` in a decorated step called on tracers: the plain step, which must not compile alone."""
+count_p = Primitive("jaxdist_count")  # int32[devices, 2]: numbers of NaN and infinite entries of ``x`` per device
+plain_p = Primitive("jaxdist_plain")  # ``x`` of a decorated step called on tracers, which must not compile alone
 
 
 def mark(
     x: Any, role: str, level: int, within: int | str | None = None, split: str | None = None, offload: bool = False
 ) -> Any:
-    """Bind :data:`shard_p` if `x` holds floats or other numbers."""
+    """Bind `shard_p` if `x` holds numbers."""
     if getattr(x, "dtype", None) == jax.dtypes.float0:  # the gradient of an integer
         return x
     x = jnp.asarray(x)
@@ -82,7 +66,7 @@ def first_entry(x: Any) -> Any:
 
 
 def reduced(x: Any, axes: tuple[str, ...], wire: str | None = None) -> Any:
-    """Compute :data:`all_reduce_p` with JAX's own collectives."""
+    """Compute `all_reduce_p` with JAX's own collectives."""
     if not x.size:
         return jnp.zeros(x.shape, x.dtype)
     return lax.psum(x.astype(wire or x.dtype), axes).astype(x.dtype)
@@ -105,15 +89,15 @@ gather_shards_p.def_abstract_eval(
 )
 
 
-def _by_itself(primitive: Primitive, transpose: Callable[..., Any]) -> None:
-    """Register the rules of a linear primitive that treats each entry independently."""
+def _identity(primitive: Primitive) -> None:
+    """Register the rules of a primitive whose result is its operand."""
     primitive.def_abstract_eval(lambda aval, **_: aval)
-    ad.deflinear2(primitive, transpose)
+    ad.deflinear2(primitive, lambda ct, _, **__: [ct])
     batching.primitive_batchers[primitive] = lambda args, dims, **params: (primitive.bind(*args, **params), dims[0])
 
 
-for mark_p in (shard_p, plain_p):
-    _by_itself(mark_p, lambda ct, _, **__: [ct])
+_identity(shard_p)
+_identity(plain_p)
 shard_p.def_impl(lambda x, **_: x)
 mlir.register_lowering(shard_p, lambda ctx, x, **_: [x])
 
@@ -132,9 +116,6 @@ mlir.register_lowering(
 )
 
 
-_COMPILED = "inside a function that JAX compiles on its own (jax.jit, lax.scan)"
-
-
 def _refuse_processes(name: str, where: str, fate: str, fix: str) -> None:
     if jax.process_count() > 1:
         raise RuntimeError(
@@ -143,20 +124,19 @@ def _refuse_processes(name: str, where: str, fate: str, fix: str) -> None:
         )
 
 
+@plain_p.def_impl
 def _plain_impl(x: Any, *, name: str) -> Any:
     fate, fix = "get the result of its own part of the batch", "Take the gradient inside a decorated function"
     _refuse_processes(name, "under jax.grad, jax.vmap or the like", fate, fix)
     return x
 
 
-plain_p.def_impl(_plain_impl)
-
-
 def _plain_lowering(ctx: Any, x: Any, *, name: str) -> list[Any]:
-    _refuse_processes(name, _COMPILED, "train alone", "Call it directly, or decorate the outer function instead")
+    where = "inside a function that JAX compiles on its own (jax.jit, lax.scan)"
+    _refuse_processes(name, where, "train alone", "Call it directly, or decorate the outer function instead")
     if jax.device_count() > 1:
         warnings.warn(
-            f"step {name!r} was called {_COMPILED}: there it is the plain step, and runs on one of "
+            f"step {name!r} was called {where}: there it is the plain step, and runs on one of "
             f"{jax.device_count()} devices. Decorate the outer function instead",
             stacklevel=2,
         )

@@ -1,8 +1,4 @@
-"""Trace a step to a jaxpr, as one device with the whole batch runs it.
-
-Mesh axes have size one here: ``lax.psum(x, "data")`` is x, as on one device, so code written for
-`jax.pmap` is right unchanged. One unbound axis with a different name is taken for the data axis.
-"""
+"""Trace a step to a jaxpr, as one device with the whole batch runs it: axes of the mesh have size one."""
 
 import contextlib
 import logging
@@ -26,6 +22,7 @@ from jaxdist.mesh import AXIS, MODEL, SEQUENCE
 
 _log = logging.getLogger("jaxdist")
 _mesh: ContextVar[Any] = ContextVar("jaxdist_inside_step", default=None)
+_KNOWN = (AXIS, MODEL, SEQUENCE)
 
 
 def inside_step() -> bool:
@@ -53,12 +50,10 @@ def stepping(mesh: Any) -> Iterator[None]:
         _mesh.reset(token)
 
 
-_KNOWN = (AXIS, MODEL, SEQUENCE)
-OnAxis = Callable[[str, Sequence[tuple[float, str]]], object]
-
-
-def trace(fun: Callable[..., Sequence[Any]], args: Sequence[Any], on_axis: OnAxis | None = None) -> ClosedJaxpr:
-    """Trace a function with data axes bound at size one, and remove them from the result."""
+def trace(
+    fun: Callable[..., Sequence[Any]], args: Sequence[Any], on_axis: Callable[[str, Any], object] | None = None
+) -> ClosedJaxpr:
+    """Trace with axes of size one, and remove them; `on_axis` gets a named axis, and the divisors of sums over it."""
     names = [AXIS]
     while True:
         try:
@@ -134,6 +129,7 @@ def _names(eqn: JaxprEqn, names: set[str]) -> bool:
 
 
 def _divided(jaxpr: Jaxpr, names: set[str]) -> Iterator[tuple[float, str]]:
+    """Yield the divisors of sums over one of the axes, with the user's lines."""
     sums: set[Any] = set()
     gathered: dict[Any, int] = {}  # with the dimension of the devices
     for eqn in jaxpr.eqns:
@@ -149,9 +145,8 @@ def _divided(jaxpr: Jaxpr, names: set[str]) -> Iterator[tuple[float, str]]:
         ):
             sums.update(eqn.outvars)
         elif taken and name in ("div", "mul"):
-            for v in eqn.invars:
-                if isinstance(v, Literal) and np.ndim(v.val) == 0 and v.val:
-                    yield float(abs(v.val if name == "div" else 1 / v.val)), compat.user_line(eqn)
+            numbers = (v.val for v in eqn.invars if isinstance(v, Literal) and np.ndim(v.val) == 0 and v.val)
+            yield from ((float(abs(n if name == "div" else 1 / n)), compat.user_line(eqn)) for n in numbers)
         for sub in subjaxprs(eqn):
             yield from _divided(sub.jaxpr, names)
 
@@ -186,10 +181,8 @@ class Alone(Interpreter):
             return [jnp.expand_dims(x, params["all_gather_dimension"]) for x in args]
         if name == "reduce_scatter" and not params["tiled"]:
             return [lax.squeeze(x, (params["scatter_dimension"],)) for x in args]
-        if name == "all_to_all":
-            return [
-                x if params["tiled"] else jnp.moveaxis(x, params["split_axis"], params["concat_axis"]) for x in args
-            ]
+        if name == "all_to_all" and not params["tiled"]:
+            return [jnp.moveaxis(x, params["split_axis"], params["concat_axis"]) for x in args]
         return list(args)
 
     def _beyond(self, eqn: JaxprEqn, what: str) -> StepError:

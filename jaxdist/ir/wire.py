@@ -51,24 +51,24 @@ class Collective:
 
 
 def sent(program: ClosedJaxpr, axes: Sequence[Axis], machine: Machine) -> Iterator[Collective]:
-    """Estimate the least communication of a program: XLA merges all it can and, given a schedule,
-    hides messages along data axes. (The next operation waits for activations sent along other axes.)
-
-    XLA for CPUs merges all-reduces; for GPUs all of a kind, and it moves reductions out of loops.
-    """
+    """Estimate the least communication of a program: XLA merges all it can, and hides messages along data axes."""
+    # XLA for CPUs merges all-reduces; for GPUs all of a kind, and it moves reductions out of loops.
+    # The next operation waits for activations, which other axes send.
     on_cpu, devices = machine.kind.is_cpu, math.prod(axis.size for axis in axes)
     inner = {axis.name for axis in axes if axis.size > 1 and axis.name in (MODEL, SEQUENCE)} if len(axes) > 1 else set()
     together: dict[Any, list[tuple[str, int]]] = {}
-    for i, found in enumerate(found for found in walk(program) if moves(found.eqn)):
-        kind = _KINDS.get(found.eqn.primitive.name, found.eqn.primitive.name)
-        names = axes_of(found.eqn, [axis.name for axis in axes])
-        groups = tuple(map(tuple, groups_of(found.eqn) or along(axes, names) or [range(devices)]))
+    for i, (eqn, within) in enumerate(found for found in walk(program) if moves(found[0])):
+        kind = _KINDS.get(eqn.primitive.name, eqn.primitive.name)
+        names = axes_of(eqn, [axis.name for axis in axes])
+        groups = tuple(map(tuple, groups_of(eqn) or along(axes, names) or [range(devices)]))
         hidden = not on_cpu and inner.isdisjoint(names)
-        where: Any = place(found.within).removesuffix(": "), found.times, i if on_cpu and kind != "all-reduce" else None
+        # A while loop counts as one turn, and all branches as taken.
+        turns = math.prod(outer.params["length"] for outer, _ in within if outer.primitive.name == "scan")
+        where: Any = place(within).removesuffix(": "), turns, i if on_cpu and kind != "all-reduce" else None
         if not on_cpu and kind in ("all-reduce", "reduce-scatter"):
             where = "", 1, None
-        for dtype, size in _moved(found.eqn, kind, max(map(len, groups)), on_cpu):
-            together.setdefault((kind, groups, hidden, where), []).append((dtype, size * found.times))
+        for dtype, size in _moved(eqn, kind, max(map(len, groups)), on_cpu):
+            together.setdefault((kind, groups, hidden, where), []).append((dtype, size * turns))
     for (kind, groups, hidden, (where, times, _)), several in together.items():
         dtype = "+".join(dict.fromkeys(dtype for dtype, _ in several))
         yield Collective(kind, dtype, sum(size for _, size in several) // times, groups, times, hidden, where)

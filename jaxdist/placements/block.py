@@ -20,7 +20,7 @@ from jaxdist.placements import rules
 class Node:
     """An operation."""
 
-    eqn: JaxprEqn  # of the jaxpr
+    eqn: JaxprEqn
     ins: tuple[int, ...]  # the numbers of its operands in the block
     outs: tuple[int, ...]  # the numbers of its results
     backward: bool  # differentiation made it
@@ -40,7 +40,7 @@ class Node:
 
     @property
     def turns(self) -> int:
-        """Return how many times its bodies run; a `while` counts as one."""
+        """How many times its bodies run; a `while` counts as one."""
         return self.eqn.params["length"] if self.name == "scan" else 1
 
 
@@ -66,6 +66,7 @@ class Classes(Generic[T]):
 
 
 _SAME = SHAPE_ONLY | {"convert_element_type"}
+_SUMS = ADDITION | LINEAR | {"sub", "convert_element_type"}
 TO_A_SUM = ADDITION | _SAME  # the operations between a term and the sum that it is part of
 _DRAWS = {"random_bits", "random_fold_in", "random_gamma", "random_split"}
 
@@ -172,7 +173,10 @@ def _inline(
     for eqn in jaxpr.eqns:
         ins = tuple(map(read, eqn.invars))
         made = backward or compat.in_backward_pass(eqn)
-        body, taken = _called(eqn, ins)
+        if eqn.primitive.name == "custom_linear_solve":  # differentiation is over: only the solution itself is left
+            body, taken = compat.linear_solve(eqn.params, ins)
+        else:
+            body, taken = called(eqn), ins
         if body is not None:
             outs: Sequence[int] = _inline(block, body.jaxpr, body.consts, taken, made, (*calls, eqn))
         else:
@@ -180,13 +184,6 @@ def _inline(
             block.nodes.append(Node(eqn, ins, tuple(outs), made, calls))
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
-
-
-def _called(eqn: JaxprEqn, ins: Sequence[int]) -> tuple[ClosedJaxpr | None, Sequence[int]]:
-    """Return the body to inline for a call, if any, and the operands that it takes."""
-    if eqn.primitive.name == "custom_linear_solve":  # differentiation is over: only the solution itself is left
-        return compat.linear_solve(eqn.params, ins)
-    return called(eqn), ins
 
 
 def number(value: Any) -> Any:
@@ -208,6 +205,3 @@ def added(block: Block, outputs: frozenset[int]) -> frozenset[int]:
         if (scaled or node.name in _SUMS) and node.outs[0] in found:
             found.update(i for i in node.ins if block.uses[i] == 1)
     return frozenset(found)
-
-
-_SUMS = ADDITION | LINEAR | {"sub", "convert_element_type"}

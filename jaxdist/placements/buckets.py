@@ -1,11 +1,4 @@
-"""The *fuse* pass: send small tensors together, in the order in which the step makes or needs them.
-
-A message costs latency plus time per byte, so small tensors are sent together. Collectives of one
-kind (operation, dtype, dtype on the wire) share a bucket until it is full. A tensor that fills one
-alone is not copied: that would cost more than it saves. Dependent tensors never share a bucket.
-
-Reductions start once the backward pass has made the last tensor of their bucket; shards are
-gathered when the first whole array of a bucket is needed, and no sooner.
+"""The *fuse* pass: send small tensors together, reductions once the last is made, gathers when the first is needed.
 
 Reference: Li et al., *PyTorch Distributed*, VLDB 2020, section 3.2.3 (gradient bucketing).
 """
@@ -31,6 +24,7 @@ from jaxdist.mesh import Axis
 
 FUSED = {all_reduce_p, reduce_shard_p, gather_shards_p}
 _MANY = 8  # number of pieces in a bucket from which `_pieces_of_one_kernel` pays off
+_Unpack = Callable[[Any, Sequence[int]], list[Any]]  # ``unpack(x, sizes)``: pieces of x along its last dimension
 
 
 class Fuse:
@@ -93,12 +87,9 @@ class Fuse:
 
 
 def _scheduled(eqns: Sequence[JaxprEqn], most: int, ahead: int) -> Iterator[tuple[list[JaxprEqn], JaxprEqn | None]]:
-    """Yield single operations and buckets of collectives in running order; for a gather of shards,
-    also its first user.
-
-    Operations run as soon as they can, in program order. A collective waits in the bucket of its
-    kind until that is full, or until nothing else can run. Then the bucket needed first is sent.
-    """
+    """Yield single operations and buckets of collectives in running order; for a gather, also its first user."""
+    # Operations run as soon as they can, in program order. A collective waits in the bucket of its kind until that is
+    # full (one that fills it alone is not copied into one), or nothing else can run: the bucket needed first is sent.
     needs = _needs(eqns)
     users: list[list[int]] = [[] for _ in eqns]
     for i, before in enumerate(needs):
@@ -190,11 +181,9 @@ def _given(jaxpr: Jaxpr) -> Any:
 
 
 class _Pace:
-    """Decide when to gather shards that the step uses: at most `ahead` bytes before their use.
+    """Decide when to gather shards that the step uses: at most `ahead` bytes before their use."""
 
-    A gather of stored shards depends on no computation, so without a delay XLA would run all first,
-    and one for both the forward and the backward pass.
-    """
+    # A gather of shards depends on no computation: XLA would run all first, one for the forward and the backward pass.
 
     def __init__(self, ahead: int, first: Any):
         self.ahead, self.first = ahead, first
@@ -220,15 +209,11 @@ class _Pace:
 
 
 def _before_form(v: Any, producers: Mapping[Any, JaxprEqn]) -> Any:
-    """Follow changes of shape back from `v`.
-
-    XLA folds a reshape into the product that takes it, then drops it, unused, from the barrier.
-    """
-    while (
-        v in producers and producers[v].primitive.name in SHAPE_ONLY and not isinstance(producers[v].invars[0], Literal)
-    ):
+    """Follow changes of shape back from `v`."""
+    # XLA folds a reshape into the product that takes it, then drops it, unused, from the barrier.
+    while v in producers and producers[v].primitive.name in SHAPE_ONLY:
         before = producers[v].invars[0]
-        if before not in producers or producers[before].primitive is gather_shards_p:
+        if isinstance(before, Literal) or before not in producers or _gathers(producers[before]):
             break
         v = before
     return v
@@ -241,10 +226,6 @@ def _always(x: Any) -> Any:
         return first.astype(jnp.uint8) | 1 != 0
     wide = first if first.dtype.itemsize >= 4 else first.astype(jnp.float32)
     return lax.bitcast_convert_type(wide, jnp.dtype(f"uint{8 * wide.dtype.itemsize}")) | 1 != 0
-
-
-_Unpack = Callable[[Any, Sequence[int]], list[Any]]
-"""``unpack(x, sizes)``: `x` in pieces of these sizes along its last dimension."""
 
 
 def _sent_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn], unpack: _Unpack) -> list[Any]:
@@ -272,11 +253,9 @@ def _pieces(x: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def _pieces_of_one_kernel(x: Any, sizes: Sequence[int]) -> list[Any]:
-    """Split `x` like `_pieces`, but hide the offsets from XLA.
-
-    XLA fuses a slice into its consumer, such as an optimizer's update. With known offsets, the
-    updates of equal parameters are separate kernels, 10 ms each to compile; otherwise they are one.
-    """
+    """Split `x` like `_pieces`, but hide the offsets from XLA."""
+    # XLA fuses a slice into its consumer, such as an optimizer's update. With known offsets, the
+    # updates of equal parameters are separate kernels, 10 ms each to compile; otherwise they are one.
     if len(sizes) < _MANY:
         return _pieces(x, sizes)
     places = [np.uint32(end - size) for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]

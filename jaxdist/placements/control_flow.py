@@ -1,8 +1,4 @@
-"""Placements through control flow: a fixpoint over loop carries, common outputs of branches.
-
-A loop that only adds to a carry keeps summands, and adds them up once, after it. A `scan` over the
-batch itself (``lax.map`` over examples) that carries nothing else runs each device's own turns.
-"""
+"""Rules for branches, checkpoints, callbacks, and the user's own code for each device."""
 
 import math
 from collections.abc import Sequence
@@ -102,9 +98,9 @@ def _placed_own_code(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strate
 
 Cuts = tuple[tuple[str, ...], ...]  # the axes that cut each leading dimension of a value; the largest slices come first
 
+# The program of one device, ``body``, in a program for several. ``ins`` and ``outs``: the `Cuts` of each operand and
+# result; ``axes``: those over which the program is not placed yet.
 own_code_p = Primitive("jaxdist_own_code")
-"""The program of one device, ``body``, in a program for several. ``ins`` and ``outs``: the `Cuts`
-of each operand and result; ``axes``: those over which the program is not placed yet."""
 own_code_p.multiple_results = True
 own_code_p.def_abstract_eval(
     lambda *_, body, ins, outs, axes: [
@@ -129,8 +125,7 @@ def _own_code(walk: Walk, node: Node, body: ClosedJaxpr, ins: Sequence[Cuts], ou
     def placement(i: int, cuts: Cuts) -> Placement:
         for d, names in enumerate(cuts):
             if own.name in names:
-                larger = [axis.size for axis in after if axis.name in names[: names.index(own.name)]]
-                outer = math.prod(larger)
+                outer = math.prod(axis.size for axis in after if axis.name in names[: names.index(own.name)])
                 size = walk.block.avals[i].shape[d] // outer
                 return Split(d, size, size // own.size, outer)
         return REPLICATED
@@ -226,15 +221,12 @@ def _callback(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
         def call(xs: Any) -> tuple[Any, ...]:
             return tuple(emitter.bind(node, xs))
 
-        def nothing(xs: Any) -> tuple[Any, ...]:
-            return tuple(jnp.zeros(a.shape, a.dtype) for a in outs)
-
+        nothing = lambda xs: tuple(jnp.zeros(a.shape, a.dtype) for a in outs)
         results = lax.cond(emitter.index == 0, call, nothing, tuple(args))
         return [emitter.from_root(x) for x in results]
 
-    return Strategy(
-        [REPLICATED] * len(ins), [REPLICATED] * len(outs), run, exchanges=True, why="a callback runs on the root"
-    )
+    why = "a callback runs on the root"
+    return Strategy([REPLICATED] * len(ins), [REPLICATED] * len(outs), run, exchanges=True, why=why)
 
 
 def _check_types(walk: Walk, node: Node) -> None:
@@ -247,7 +239,5 @@ def _check_types(walk: Walk, node: Node) -> None:
 @special("rng_uniform")
 def _rng_uniform(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     """Let the root draw; otherwise each device would draw different numbers."""
-    return Strategy(
-        [REPLICATED] * len(ins), [REPLICATED] * len(node.outs),
-        lambda emitter, node, xs: [emitter.from_root(x) for x in emitter.bind(node, xs)], exchanges=True,
-    )  # fmt: skip
+    run = lambda emitter, node, xs: [emitter.from_root(x) for x in emitter.bind(node, xs)]
+    return Strategy([REPLICATED] * len(ins), [REPLICATED] * len(node.outs), run, exchanges=True)

@@ -11,12 +11,11 @@ from jaxdist.ir.operations import CONTRACTION, FACTORISATION, is_elementwise
 from jaxdist.machine import Machine
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.strategy import Placed, Strategy, nbytes
-from jaxdist.placements.values import REPLICATED, Split, local_shape
+from jaxdist.placements.values import Split, local_shape
 
 
 def cost(placed: Placed, infer: Any, examples: int = 1, memory: bool = True) -> float:
-    """Estimate a device's seconds for a placed step: computing, sending bytes, and stalling on
-    messages that it waits for."""
+    """Estimate a device's seconds for a placed step: computing, sending, and waiting for messages."""
     link, taken = infer.link, seconds(placed, infer.machine, memory) / examples
     for move, times in placed.moves:
         if not move.again:
@@ -41,14 +40,13 @@ def seconds(placed: Placed, machine: Machine, memory: bool = True) -> float:
 
 
 def seconds_of(block: Block, node: Node, strategy: Strategy, machine: Machine, memory: bool = True) -> float:
-    """Estimate a device's seconds for an operation: its products, its memory traffic. Outside
-    products and factorizations only results count, once per loop that XLA fuses."""
+    """Estimate a device's seconds for an operation: its products, its memory traffic."""
     cost, dtype = flops(block, node, strategy), block.avals[node.outs[0]].dtype if node.outs else np.dtype("float32")
     itemsize = 8 if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize
-    if node.name not in CONTRACTION and node.name not in FACTORISATION:
+    if node.name not in CONTRACTION and node.name not in FACTORISATION:  # results count, once per fused loop
         return 0.0 if not memory or _is_in_a_loop(block, node) else machine.seconds(0, cost * itemsize)
     touched = zip((*node.ins, *node.outs), (*strategy.takes, *strategy.gives), strict=True)
-    entries = sum(math.prod(local_shape(block.avals[i].shape, p or REPLICATED)) for i, p in touched)
+    entries = sum(math.prod(local_shape(block.avals[i].shape, p)) for i, p in touched)
     return machine.seconds(cost, entries * itemsize if memory else 0, dtype)
 
 
@@ -69,8 +67,7 @@ def descend(
     near: Callable[[frozenset[T], frozenset[T]], Sequence[frozenset[T]]],
     value: Callable[[frozenset[T]], float],
 ) -> frozenset[T]:
-    """Find a local minimum of `value`: for each group in turn, move to the cheapest neighbor, while
-    that helps."""
+    """Find a local minimum of `value`: for each group in turn, move to the cheapest neighbor, while that helps."""
     while True:
         before = on
         for group in groups:
@@ -81,25 +78,19 @@ def descend(
 
 def flops(block: Block, node: Node, strategy: Strategy) -> int:
     """Count a device's FLOPs: one per entry, but for contractions and factorizations."""
-
-    def size(i: int, p: object) -> int:
-        shape = block.avals[i].shape
-        return math.prod(p.shape(shape) if isinstance(p, Split) else shape)
-
     takes, gives = strategy.takes, strategy.gives
+    sizes = [math.prod(local_shape(block.avals[o].shape, p)) for o, p in zip(node.outs, gives, strict=True)]
     if node.name == "dot_general":
         (contracted, _), _ = node.eqn.params["dimension_numbers"]
-        p, shape = takes[0], block.avals[node.ins[0]].shape
-        shape = p.shape(shape) if isinstance(p, Split) and not isinstance(gives[0], Split) else shape
-        return 2 * size(node.outs[0], gives[0]) * math.prod(shape[d] for d in contracted)
+        own = None if isinstance(gives[0], Split) else takes[0]
+        shape = local_shape(block.avals[node.ins[0]].shape, own)
+        return 2 * sizes[0] * math.prod(shape[d] for d in contracted)
     if node.name == "conv_general_dilated":
-        p, kernel = takes[1], block.avals[node.ins[1]].shape
-        kernel = p.shape(kernel) if isinstance(p, Split) else kernel
+        kernel = local_shape(block.avals[node.ins[1]].shape, takes[1])
         out = node.eqn.params["dimension_numbers"].rhs_spec[0]
-        return 2 * size(node.outs[0], gives[0]) * math.prod(kernel) // max(kernel[out], 1)
+        return 2 * sizes[0] * math.prod(kernel) // max(kernel[out], 1)
     if node.name in FACTORISATION:
-        p, shape = takes[0], block.avals[node.ins[0]].shape
-        shape = p.shape(shape) if isinstance(p, Split) else shape
+        shape = local_shape(block.avals[node.ins[0]].shape, takes[0])
         return round(FACTORISATION[node.name] * math.prod(shape) * min(shape[-2:]))
-    numbers = [o for o in node.outs if not jax.numpy.issubdtype(block.avals[o].dtype, jax.dtypes.extended)]
-    return sum(size(o, p) for o, p in zip(node.outs, gives, strict=True) if o in numbers)
+    dtypes = [block.avals[o].dtype for o in node.outs]
+    return sum(n for n, t in zip(sizes, dtypes, strict=True) if not jax.numpy.issubdtype(t, jax.dtypes.extended))

@@ -1,8 +1,4 @@
-"""Emit: from settled placements, the program of one device, traced once.
-
-A value starts in one form. A conversion adds a form, once for each, and never changes the old one:
-one operation may take the same value as two operands.
-"""
+"""Emit: from settled placements, the program of one device, traced once."""
 
 import functools
 from collections import defaultdict
@@ -40,6 +36,7 @@ class Emitter:
         self.infer, self.placed, self.n, self.axis = infer, placed, infer.devices, infer.axis.name
         self.block, self.marks = placed.block, marks
         self._compressible, self._compress = compressible or {}, compress
+        # A conversion adds a form and keeps the old ones: one operation may take a value as two operands.
         self._forms: defaultdict[int, dict[Any, Any]] = defaultdict(dict)
         self._makers: dict[int, tuple[Callable[..., Any], Node]] = {}
         self._formed: dict[int, Node] = {}  # values that are only a reshape of a stored one
@@ -174,8 +171,7 @@ class Emitter:
         return back(lax.all_to_all(raw, self.axis, split_axis=to.dim, concat_axis=own.dim, tiled=True))
 
     def _counted_once(self, x: Any) -> Any:
-        """Turn a whole value into summands: the value on the first device, zeros on the others.
-        Summands owed over other axes too are only made of zeros."""
+        """Turn a whole value (zero, if owed over other axes too) into summands: the first device has the value."""
         x = jnp.asarray(x)
         x = x.astype(wide(x.dtype))
         nothing = jnp.asarray(-0.0 if jnp.issubdtype(x.dtype, jnp.floating) else 0, x.dtype)
@@ -244,10 +240,10 @@ class Emitter:
 
     # --- bodies
 
-    def body(self, placed: Placed, types: Sequence[Any] | None = None) -> ClosedJaxpr:
+    def body(self, placed: Placed) -> ClosedJaxpr:
         """Return the program of a placed body, to bind control flow to."""
-        types = local_types(placed) if types is None else types
-        return Emitter(self.infer, placed, self._compressible, self._compress, self.marks).program(types)
+        inner = Emitter(self.infer, placed, self._compressible, self._compress, self.marks)
+        return inner.program(local_types(placed))
 
     def program(self, types: Sequence[Any]) -> ClosedJaxpr:
         """Return the program of one device as a jaxpr."""
@@ -269,19 +265,16 @@ _JOINS = {"max": lax.max, "min": lax.min, "and": lax.bitwise_and, "or": lax.bitw
 
 def local_types(placed: Placed) -> list[Any]:
     """Return the types that one device holds for a block's inputs."""
-    avals = [placed.block.avals[i] for i in placed.block.inputs]
-    return [local_type(a, to) for a, to in zip(avals, placed.ins, strict=True)]
-
-
-def local_type(aval: Any, to: Any) -> Any:
-    """Return the type that one device holds for a value."""
-    shape = local_shape(aval.shape, to)
-    dtype = wide(aval.dtype) if isinstance(to, Partial) else aval.dtype
-    return jax.ShapeDtypeStruct(shape, dtype, weak_type=aval.weak_type and dtype == aval.dtype)
+    found: list[Any] = []
+    for aval, to in zip((placed.block.avals[i] for i in placed.block.inputs), placed.ins, strict=True):
+        dtype = wide(aval.dtype) if isinstance(to, Partial) else aval.dtype
+        weak = aval.weak_type and dtype == aval.dtype
+        found.append(jax.ShapeDtypeStruct(local_shape(aval.shape, to), dtype, weak_type=weak))
+    return found
 
 
 def _raw(x: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Return a value as numbers of a byte or more, and a function to convert back; keys become their key data."""
+    """Return a value (of keys, their data) as numbers of a byte or more, and a function to convert back."""
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         impl = jax.random.key_impl(x)
@@ -310,15 +303,12 @@ def _walk(placed: Placed, ends: Sequence[bool], found: dict[int, frozenset[int]]
         leads[i] |= ends_well
     for node, strategy in zip(reversed(block.nodes), reversed(placed.strategies), strict=True):
         lead = any(leads[o] for o in node.outs)
-        batch = any(
-            follows[o] or (isinstance(p, Split) and not p.stored)
-            for o, p in zip(node.outs, strategy.gives, strict=True)
-        )
+        given = zip(node.outs, strategy.gives, strict=True)
+        batch = any(follows[o] or (isinstance(p, Split) and not p.stored) for o, p in given)
         for body in strategy.bodies:
-            ends = [leads[o] and not follows[o] for o in node.outs]
-            inner = _walk(
-                body, ends if len(ends) == len(body.block.outputs) else [False] * len(body.block.outputs), found
-            )
+            count = len(body.block.outputs)  # a loop's condition makes none of the results
+            ends = [leads[o] and not follows[o] for o in node.outs] if count == len(node.outs) else [False] * count
+            inner = _walk(body, ends, found)
             batch = batch or any(b for (_, b), p in zip(inner, body.ins, strict=True) if not isinstance(p, Split))
         for i in node.ins:
             leads[i] |= lead

@@ -1,8 +1,6 @@
 """Infer: how each value of a step is placed, and in which form each operation takes its operands.
 
-A pure walk over blocks; nothing is traced. The bodies of control flow are inferred by `jaxdist.placements.control_flow`
-to a fixpoint over what loops carry, and remembered by (body, placements of the inputs). Every rank infers the same:
-nothing depends on the order of a set or on an address.
+Nothing is traced. Every rank infers the same: nothing depends on the order of a set or on an address.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,19 +63,18 @@ class Infer:
         loose: frozenset[int] = frozenset(),
     ) -> Placed:
         """Settle the placements of a block."""
-        ins = tuple(ins)
-        wants = tuple(wants) if wants is not None else (None,) * len(block.outputs)
-        key = (block, ins, wants, loose)
+        key: Any = block, tuple(ins), loose
         if key not in self._placed:
-            natural = (block, ins, (None,) * len(wants), loose)
-            if natural not in self._placed:
-                placed = best(self, block, ins, loose)
-                if self._may_own and (owned := with_owners(self, placed)) is not None:
-                    placed = replace(best(self, owned, ins, loose), matrices=placed.matrices)
-                self._placed[natural] = placed
-            if key != natural:
-                self._placed[key] = self._placed[natural].returning(self, wants)
-        return self._placed[key]
+            placed = best(self, block, ins, loose)
+            if self._may_own and (owned := with_owners(self, placed)) is not None:
+                placed = replace(best(self, owned, ins, loose), matrices=placed.matrices)
+            self._placed[key] = placed
+        if wants is None:
+            return self._placed[key]
+        wanted = (*key, tuple(wants))
+        if wanted not in self._placed:
+            self._placed[wanted] = self._placed[key].returning(self, wants)
+        return self._placed[wanted]
 
     def forget(self, block: Block) -> None:
         """Drop the memorized placements of a block, but not those that its bodies have."""
@@ -119,8 +116,7 @@ class Infer:
         return self.link.sent(kind, nbytes(aval)) if kind else 0
 
     def slices(self, own: Split | Partial, to: Split, aval: Any) -> bool:
-        """Check whether one collective makes the slices: a reduce-scatter of summands, or an
-        all-to-all of slices along a different dimension."""
+        """Check whether one collective makes the slices: a reduce-scatter, or an all-to-all from another dimension."""
         n = self.devices
         if isinstance(own, Partial):
             return to.is_tile(n)

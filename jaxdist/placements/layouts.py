@@ -1,12 +1,6 @@
-"""Layouts of state leaves between steps: whole on every device, or in shards, one slice per device.
+"""Layouts of state leaves between steps: whole on every device, or one slice per device.
 
-Each axis of the mesh cuts a leaf along one dimension, or not at all. If the devices do not divide
-that dimension, its end is padded, since JAX requires shards of equal size. Such a leaf is a
-`Padded`, which looks like the array without the padding.
-
-A slice may be in host memory, from which its device fetches it (`jaxdist.zero`, ``offload=True``).
-
-Reference: Rajbhandari et al., *ZeRO*, arXiv 1910.02054, section 5 (partitioning of the states of training).
+JAX requires shards of equal size, so the end is padded; a `Padded` looks like the array without the padding.
 """
 
 import functools
@@ -33,9 +27,7 @@ class Cut:
     """The cut of a leaf along one axis of a mesh."""
 
     axis: str  # its name
-    # the number of slices; if it is less than the number of devices, each group of this many
-    # devices in a row holds the whole leaf (see `jaxdist.mesh.in_groups`)
-    parts: int
+    parts: int  # slices; if fewer than the devices, each group of so many devices in a row has the whole leaf
     dim: int  # the dimension to cut
     pad: int = 0  # padding entries added at its end first
 
@@ -44,8 +36,7 @@ class Cut:
 class Layout:
     """The slices of a leaf, one per device. Made by `layout`."""
 
-    # one cut per axis, in the order of the passes; each divides the slices of the cut before
-    cuts: tuple[Cut, ...]
+    cuts: tuple[Cut, ...]  # one per axis, in the order of the passes; each divides the slices of the cut before
     host: bool = False  # the slices are in the host's memory
 
     @property
@@ -182,13 +173,10 @@ def of_batch(shape: Sequence[int], mesh: Mesh) -> Layout:
 
 
 def on_host(how: Layout | None, shape: Sequence[int], devices: int) -> Layout | None:
-    """Return the layout for keeping a leaf in host memory.
-
-    With several devices, leaves that each has whole stay on them, since they are small. So do
-    scalars: XLA wants some on the device.
-    """
+    """Return the layout for keeping a leaf in host memory, or None if it stays on the device."""
     if how is not None:
         return layout(*how.cuts, host=True)
+    # What each of several devices has whole is small. XLA wants some scalars on the device.
     return layout(host=True) if devices == 1 and math.prod(shape) > 1 and shape else None
 
 
@@ -206,9 +194,8 @@ def check_host_memory(mesh: Mesh) -> None:
 class Padded:
     """A leaf of the state in equal shards; the last ones may hold padding.
 
-    It has the leaf's logical shape and takes the array's place in the pytree. Decorated steps take
-    and return it. Elsewhere, convert it with `jaxdist.unshard`. ``numpy.asarray`` and ``jax.numpy``
-    functions convert it automatically if this process has all shards.
+    It has the leaf's logical shape. Decorated steps take and return it; elsewhere, `jaxdist.unshard` converts it, and
+    so do NumPy and ``jax.numpy`` functions if this process has all shards.
     """
 
     __slots__ = ("_sharding", "array", "aval", "dtype", "layout", "ndim", "shape", "size", "weak_type")

@@ -1,9 +1,6 @@
-"""Lookups and changes of rows in an array split along them: each device handles its own rows.
+"""Lookups and changes of rows in an array split along them: each device handles its own rows, as of a vocabulary.
 
-Examples are a vocabulary table and logits at the labels. The rows found are sent, not the array.
-
-References:
-  Shoeybi et al., *Megatron-LM*, arXiv 1909.08053, section 3 (the embedding in slices of the vocabulary).
+Reference: Shoeybi et al., *Megatron-LM*, arXiv 1909.08053, section 3 (the embedding in slices of the vocabulary).
 """
 
 from collections.abc import Sequence
@@ -18,18 +15,7 @@ from jaxdist.placements.rules import FACTORS
 from jaxdist.placements.run import run_as_is
 from jaxdist.placements.strategy import Strategy, nbytes
 from jaxdist.placements.summands import is_zero
-from jaxdist.placements.values import (
-    PARTIAL,
-    REPLICATED,
-    Deferred,
-    Form,
-    Placement,
-    Replicated,
-    Split,
-    form,
-    is_wide,
-    wide,
-)
+from jaxdist.placements.values import REPLICATED, Deferred, Partial, Placement, Replicated, Split, form, is_wide, wide
 from jaxdist.placements.walk import Walk, special
 
 _MODES = {
@@ -64,7 +50,7 @@ def _look_up(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
         dims = [d for d in range(out.ndim) if d not in numbers.offset_dims]
         return [jnp.where(lax.broadcast_in_dim(own, out.shape, dims), found, 0).astype(wide(out.dtype))]
 
-    return Strategy([form(rows), REPLICATED], [PARTIAL], run)
+    return Strategy([form(rows), REPLICATED], [Partial()], run)
 
 
 @special(*_SCATTERS)
@@ -73,9 +59,8 @@ def _change(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None
     rows, params = ins[0], node.eqn.params
     numbers, shape = params["dimension_numbers"], walk.block.shapes(node.ins)[0]
     mapped = numbers.scatter_dims_to_operand_dims
-    window = iter(
-        d for d in range(len(shape)) if d not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    )
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window = (d for d in range(len(shape)) if d not in gone)
     sizes = dict(zip(window, (walk.block.shapes(node.ins)[2][d] for d in numbers.update_window_dims), strict=True))
     last, clips = [shape[d] - sizes.get(d, 1) for d in mapped], params["mode"] == lax.GatherScatterMode.CLIP
 
@@ -88,7 +73,7 @@ def _change(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None
 
     if isinstance(rows, Deferred) and all(isinstance(p, (Replicated, Deferred)) for p in ins[1:]) and mapped:
 
-        def make(emitter: Any, node: Node, to: Form) -> Any:
+        def make(emitter: Any, node: Node, to: Any) -> Any:
             column = _column(walk, to, ins[1:], mapped, numbers.inserted_window_dims)
             if column is None:
                 whole = emitter.bind(node, [emitter.take(i, REPLICATED) for i in node.ins])[0]
@@ -169,8 +154,7 @@ def _own_rows(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | No
 
 
 def _mapping(node: Node, column: int, row: int) -> Node:
-    """Return an operation that maps over a dimension of its operand and `row` of its indices, which
-    lack the column for that dimension."""
+    """Return an operation that maps over `row` of its indices instead of looking up in a `column` of them."""
     params = node.eqn.params
     numbers = params["dimension_numbers"]  # of a gather or a scatter: the same five
     window, single, mapped, dims, rows = numbers

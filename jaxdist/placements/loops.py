@@ -15,19 +15,7 @@ from jaxdist.placements.cost import seconds
 from jaxdist.placements.infer import Infer
 from jaxdist.placements.strategy import Placed, Strategy, nbytes, sliced
 from jaxdist.placements.summands import is_zero
-from jaxdist.placements.values import (
-    PARTIAL,
-    REPLICATED,
-    Deferred,
-    Form,
-    Partial,
-    Placement,
-    Replicated,
-    Split,
-    form,
-    is_wide,
-    tile,
-)
+from jaxdist.placements.values import REPLICATED, Deferred, Partial, Placement, Replicated, Split, form, is_wide, tile
 from jaxdist.placements.walk import Walk, settled, special
 
 _ADDS = ADDITION | CONTROL_FLOW | {"sub", "convert_element_type", "select_n"}
@@ -68,8 +56,7 @@ def _carried(
     place: Callable[[Sequence[Placement]], Placed],
     watch: Callable[[Sequence[Placement]], Collection[int]] = lambda _: (),
 ) -> tuple[Sequence[Placement], Placed]:
-    """Settle the placements of a loop's carries, so that a turn keeps them unchanged, and place
-    its body. `watch`: returns the carries needed outside the body."""
+    """Settle a loop's carries, so that a turn keeps them, and place its body; `watch` returns carries used outside."""
     consumers = {i: node.name for node in block.nodes for i in node.ins}
     at: list[Placement] = []
     for p, i in zip(init, block.inputs[first:], strict=False):
@@ -152,13 +139,11 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
         outer = replace(p, dim=p.dim + 1, whole=False, requested=False) if isinstance(p, Split) else p
         gives.append(Replicated() if isinstance(outer, Replicated) else outer)
     placed = place(consts, carry, xs, wants)
-
     return Strategy([form(p) for p in (*consts, *carry, *xs)], gives, bound([placed]), bodies=[placed])
 
 
 def _stacked(walk: Walk, o: int, p: Placement, later: bool) -> Placement:
-    """Place a turn's part of a stacked result. Each turn reduces large summands, into slices if a
-    mark wants them, unless they are added up later."""
+    """Place a turn's part of a stacked result: large summands are reduced, unless they are added up later."""
     aval = walk.block.avals[o]
     if not isinstance(p, Partial) or later or _is_little(walk.infer, nbytes(aval)):
         return p
@@ -167,9 +152,8 @@ def _stacked(walk: Walk, o: int, p: Placement, later: bool) -> Placement:
 
 
 def _is_little(infer: Infer, size: int) -> bool:
-    """Check whether sending an array of this size takes less than the latency of a message. If so,
-    it is sent once, before or after the loop. Larger arrays are sent in each turn, which overlaps
-    with the next turn, straight into slices if a mark wants them."""
+    """Check whether to send an array once, before or after the loop, as it takes less than a message's latency."""
+    # Larger arrays are sent in each turn, which overlaps with the next, straight into slices if a mark wants them.
     return infer.link.seconds("all-gather", size) <= infer.link.latency
 
 
@@ -177,11 +161,10 @@ def _unscanned(infer: Infer, p: Placement, aval: Any) -> Placement:
     """Move the split of a scanned array to a dimension that the loop does not run over."""
     if not isinstance(p, Split) or p.dim:
         return p
-    dims, parts = range(1, len(aval.shape)), infer.devices
-    even = [d for d in dims if aval.shape[d] % parts == 0 and aval.shape[d]]
-    if not even:
-        even = [d for d in dims if aval.shape[d] >= parts]
-    return tile(even[0], aval.shape[even[0]], parts, p.stored) if even else REPLICATED
+    parts = infer.devices
+    dims = [d for d in range(1, len(aval.shape)) if aval.shape[d] >= parts]
+    dims.sort(key=lambda d: aval.shape[d] % parts > 0)  # the first that the devices divide, else the first
+    return tile(dims[0], aval.shape[dims[0]], parts, p.stored) if dims else REPLICATED
 
 
 def _own_turns(
@@ -222,7 +205,7 @@ def _own_turns(
         carry, ys = lax.scan(turn, tuple(carry), (tuple(xs), counts), length=split.rows, **settings)
         return [*carry, *ys]
 
-    takes: list[Form] = [REPLICATED] * first + [PARTIAL] * count + [to] * (len(ins) - rest)
+    takes = [*[REPLICATED] * first, *[Partial()] * count, *[to] * (len(ins) - rest)]
     gives: list[Placement] = [Partial(gradient=node.backward)] * count
     gives += [replace(split, whole=False)] * (len(node.outs) - count)
     return Strategy(takes, gives, run)
@@ -263,10 +246,7 @@ def _batched_while(
     cond: Block,
     body: Block,
 ) -> Strategy:
-    """Place the ``vmap`` of a loop: it runs until all examples are done; finished ones stay fixed.
-
-    If its turns communicate nothing, each device stops with the last of its own examples.
-    """
+    """Place the ``vmap`` of a loop: it runs until all examples are done, or a device's if no turn communicates."""
     infer, avals = walk.infer, [walk.block.avals[o] for o in node.outs]
     rank = len(cond.avals[cond.outputs[0]].shape)
 

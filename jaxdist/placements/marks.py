@@ -1,8 +1,6 @@
-"""The marks of `jaxdist.zero`: which leaves of the state are sharded, and which values are reduced
-straight into slices because they lead to a mark or are used only in slices.
+"""The marks of `jaxdist.zero`: leaves that are sharded, and values that are reduced straight into slices.
 
-`jaxdist.zero` marks the arguments of its update. A mark on an unmodified input of the step says how
-to keep it between steps: the optimizer's state in shards from level 1, parameters at level 3.
+A mark on an unmodified input of the step says how to keep it between steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +18,7 @@ from jaxdist.placements.layouts import Cut, choose
 from jaxdist.placements.run import run_as_is
 from jaxdist.placements.values import REPLICATED, Form, Partial, Split, reshaped
 
-_KEPT = {"state": 1, "parameter": 3, "requested": 0}
+_KEPT = {"state": 1, "parameter": 3, "requested": 0}  # the level from which an input is in shards
 
 
 @dataclass(frozen=True)
@@ -35,13 +33,11 @@ class _From:
 class Marks:
     """The marks found in a step."""
 
-    # by input, its role for `jaxdist.zero`: ``"state"`` or ``"parameter"``
-    roles: dict[int, str] = field(default_factory=dict)
+    roles: dict[int, str] = field(default_factory=dict)  # by input, ``"state"`` or ``"parameter"`` of `jaxdist.zero`
     levels: set[int] = field(default_factory=set)  # the levels used in the step
     sharded: set[int] = field(default_factory=set)  # inputs to keep in shards
     offloaded: set[int] = field(default_factory=set)  # inputs to keep in the host's memory
-    # inputs that a loop slices along the first dimension, or whose rows are looked up
-    sliced: set[int] = field(default_factory=set)
+    sliced: set[int] = field(default_factory=set)  # inputs of which a loop takes slices, or whose rows are looked up
     parameters: bool = False  # whether parameters are to be in shards as well
 
     def cuts(self, shapes: Sequence[tuple[int, ...]], devices: int) -> list[Cut | None]:
@@ -68,18 +64,15 @@ def marks(infer: Any, block: Block, level: int | None) -> Marks:
 def _follow(
     infer: Any, block: Block, inputs: Sequence[_From | None], found: Marks, level: int | None
 ) -> list[_From | None]:
-    at: list[Any] = [None] * len(block.avals)
-    for i, source in zip(block.inputs, inputs, strict=True):
-        at[i] = source
+    at = dict(zip(block.inputs, inputs, strict=True))
     for node in block.traced:
-        args = [at[i] for i in node.ins]
+        args = [at.get(i) for i in node.ins]
         if node.name in CONTROL_FLOW:
             outs = _in_bodies(infer, node, args, found, level)
         else:
             outs = _node(node, args, found, level)
-        for o, source in zip(node.outs, outs, strict=True):
-            at[o] = source
-    return [at[i] for i in block.outputs]
+        at.update(zip(node.outs, outs, strict=True))
+    return [at.get(i) for i in block.outputs]
 
 
 def _in_bodies(
@@ -136,10 +129,9 @@ def marked(infer: Any, block: Block) -> dict[int, int]:
             if dim is not None and node.eqn.params["role"] != "requested" and infer.level(node) > 0:
                 found.setdefault(node.ins[0], dim)
             continue
-        dims = [found[o] for o in node.outs if o in found]
-        if not dims:
+        dim = next((found[o] for o in node.outs if o in found), None)
+        if dim is None:
             continue
-        dim = dims[0]
         if node.name == "transpose":
             found.setdefault(node.ins[0], node.eqn.params["permutation"][dim])
         elif node.name in ("reshape", "squeeze"):
@@ -149,15 +141,13 @@ def marked(infer: Any, block: Block) -> dict[int, int]:
                 found.setdefault(node.ins[0], before.dim)
         elif is_elementwise(node.eqn.primitive) or node.name == "jaxdist_all_reduce":
             shape = block.avals[node.outs[0]].shape
-            for i in node.ins:
-                if block.avals[i].shape == shape:
-                    found.setdefault(i, dim)
+            for i in (i for i in node.ins if block.avals[i].shape == shape):
+                found.setdefault(i, dim)
     return found
 
 
 def used_in_slices(walk: Any) -> dict[int, Split]:
-    """Find summands that every device adds up though it uses one slice, like the gradient of a
-    gathered value, and return the slices. Repeated work on the way can be cut too."""
+    """Find summands of which each device uses one slice, like the gradient of a gathered value, and the slices."""
     block, at = walk.block, walk.at
     taken: dict[int, set[Form]] = {i: {REPLICATED} for i in block.outputs}
     found: dict[int, Split] = {}
@@ -166,6 +156,7 @@ def used_in_slices(walk: Any) -> dict[int, Split]:
         for i, given in zip(node.outs, strategy.gives, strict=True):
             if isinstance(given, Partial) and (to := _slice(taken.get(i))) and to.is_tile(walk.n):
                 found[i] = to
+        # Work that is repeated on the way can be cut too.
         whole = strategy.run is run_as_is and not any(isinstance(at[i], Split) for i in node.ins)
         to = _slice(taken.get(node.outs[0])) if whole and len(node.outs) == 1 and not node.eqn.effects else None
         described = walk.block.factors(node) if to else None
@@ -185,10 +176,8 @@ def _slice(forms: set[Form] | None) -> Split | None:
 
 # --- groups of devices that share sharded leaves
 
-
-Within = int | str | None  # the devices that share a leaf: all (None), each host's (``"host"``), or this many in a row
-
 HOST = "host"
+Within = int | str | None  # the devices that share a leaf: all (None), each host's (``"host"``), or this many in a row
 
 
 def check_within(within: Any) -> None:

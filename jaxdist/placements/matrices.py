@@ -1,8 +1,6 @@
-"""Find whole-matrix work on shards: Newton-Schulz iterations, factorizations, their products.
+"""Find whole-matrix work on shards, such as Newton-Schulz iterations, in components, usually one per matrix.
 
-On slices of a matrix, such work gathers it repeatedly, or every device repeats it. This module
-finds operations that need all of a stored value, and joins those that depend on each other into
-independent components, usually one per matrix; `jaxdist.placements.owners` decides how to run them.
+On slices of a matrix, such work gathers it repeatedly, or every device repeats it; `owners` decides how to run it.
 """
 
 from collections import Counter
@@ -68,7 +66,6 @@ def components(infer: Any, placed: Placed, moved: Counter[int]) -> list[Componen
     whole = [is_whole_work(n, s, placed.at, moved) for n, s in zip(placed.block.nodes, placed.strategies, strict=True)]
     if not any(whole):
         return []
-
     most = max((body.matrices for strategy in placed.strategies for body in strategy.bodies), default=0)
     found = _Finder(infer, placed, moved, whole, most).found()
     if most > max(1, len(found)):
@@ -81,11 +78,10 @@ _Key = tuple[int, int]  # a stage, and a component in it
 
 
 class _Finder:
-    """Joins the operations of a block.
+    """Joins the operations of a block."""
 
-    A value has a stage and, if it depends on whole-matrix work of that stage, a component. An
-    operation that no component may contain ends a stage; the rest waits for it.
-    """
+    # A value has a stage and, if it depends on whole-matrix work of that stage, a component. An
+    # operation that no component may contain ends a stage; the rest waits for it.
 
     def __init__(self, infer: Any, placed: Placed, moved: Counter[int], whole: Sequence[bool], most: int):
         self._most, self._whole = most, whole
@@ -138,7 +134,7 @@ class _Finder:
 
     def found(self) -> list[Component]:
         """Return the components, without operations that merely depend on them."""
-        members: dict[_Key, list[int]] = {}
+        members: dict[_Key, _Places] = {}
         needed: dict[int, set[_Key]] = {}  # values, and the components that take them
         for k, node in reversed([*enumerate(self.block.nodes)]):
             stage, component = self._at[k]
@@ -146,17 +142,13 @@ class _Finder:
                 continue
             key = stage, self._joined.of(component)
             if self._whole[k] or self._takes_all(k) or any(key in needed.get(o, ()) for o in node.outs):
-                members.setdefault(key, []).append(k)
+                members.setdefault(key, {})[k] = None
                 for i in node.ins:
                     needed.setdefault(i, set()).add(key)
-        found = []
-        for key in sorted(members):
-            own = dict.fromkeys(members[key])
-            self._take_makers(own)
-            found.append(self._of(own, key[0]))
-        return found
+        return [self._of(members[key], key[0]) for key in sorted(members)]
 
     def _of(self, own: _Places, stage: int) -> Component:
+        self._take_makers(own)
         nodes = [self.block.nodes[k] for k in sorted(own)]
         made = dict.fromkeys(o for node in nodes for o in node.outs)
         taken = dict.fromkeys(i for node in nodes for i in node.ins)
@@ -168,8 +160,7 @@ class _Finder:
         return i not in self._results and all(k in own for k in self.block.users.get(i, ()))
 
     def _take_makers(self, own: _Places) -> None:
-        """Add operations that make their operands, for example a transposed copy of a matrix, unless
-        that sends more."""
+        """Add operations that make their operands, such as a transposed copy, unless that sends more."""
         taken = [i for k in own for i in self.block.nodes[k].ins]
         for i in taken:  # grows
             k = self._maker.get(i, -1)

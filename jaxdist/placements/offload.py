@@ -1,11 +1,7 @@
-"""The *offload* pass: bring state from host memory to its device in parts, each when it is needed.
+"""The *offload* pass: bring state from host memory to its device in stages.
 
-XLA starts copies as soon as it can: all state would arrive when a step begins, and share the device
-with the activations. So state comes in stages. Each waits for the gradients of its parameters and
-the update of the stage before. Leaves that share a result (one parameter's moments) share a stage,
-and so do leaves whose new parameters are gathered in one bucket, but not on GPUs.
-
-Reference: Ren et al., *ZeRO-Offload*, USENIX ATC 2021 (there the host computes the update as well).
+XLA starts copies as soon as it can: all state would arrive when a step begins. So each stage waits for the gradients
+of its parameters and the update of the stage before.
 """
 
 import functools
@@ -26,12 +22,11 @@ _STAGES = 16  # approximate number of stages, given enough leaves. Two or three 
 
 
 class _Origin(NamedTuple):
-    """The origin of a variable: the arguments in host memory that it depends on, and the gradient
-    (or number made of gradients) that is computed last, with the time of that."""
+    """The origin of a variable."""
 
-    away: frozenset[int] = frozenset()
-    when: int = -1
-    gradient: Any = None
+    away: frozenset[int] = frozenset()  # the arguments in host memory that it depends on
+    when: int = -1  # the time of
+    gradient: Any = None  # the gradient, or number made of gradients, that is computed last
 
 
 class _Stage(NamedTuple):
@@ -102,6 +97,7 @@ def _origins(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], offloaded: Mapping[int, int
 
 def _stages(jaxpr: Jaxpr, offloaded: Mapping[int, int | None], origins: Mapping[Any, _Origin]) -> list[_Stage]:
     """Divide the offloaded arguments into parts to update in the order of their gradients."""
+    # Those that share a result (one parameter's moments, or what is gathered in one bucket) share a stage.
     together: list[_Origin] = []
     for v in (*_variables(jaxpr.outvars), *(jaxpr.invars[i] for i in offloaded)):
         one = origins.get(v, _Origin())

@@ -1,14 +1,7 @@
 """The choice among options for a block's operations that minimizes a device's time for the block.
 
-A walk picks for each operation the option that sends least for it alone. Others pay off for several
-operations at once, or not at all: a weight not gathered for one product is gathered for the next, a
-sliced gradient is added to a whole one. So operations switch together if they share a weight, make
-terms of one sum, or come from one line with equal shapes. A descent over such groups starts from
-none and from all. It depends only on the block and counts its tries, so all ranks agree.
-
-References:
-  Zheng et al., *Alpa*, arXiv 2201.12023, section 4 (strategies, and the cost of getting from one to
-  the next); Li et al., *Automatically finding efficient layouts*, TOAST, arXiv 2508.15010.
+Options pay off for several operations at once, or not at all: a weight not gathered for one product is gathered for
+the next. So operations switch in groups. Tries are counted, not timed, so that all ranks agree.
 """
 
 from collections import Counter
@@ -60,12 +53,11 @@ def _together(chosen: Sequence[Choice]) -> Choice:
 
 
 def _cost(infer: Any, placed: Placed) -> float:
-    """Return the cost of a block, including reductions still pending. Memory traffic is left out:
-    options hardly differ in it, and caches may absorb it."""
+    """Return the cost of a block, including reductions still pending."""
     if placed.block.outermost:
         wants = [REPLICATED if isinstance(p, Partial) else None for p in placed.given]
         placed = placed.returning(infer, wants)
-    return cost(placed, infer, memory=False)
+    return cost(placed, infer, memory=False)  # options hardly differ in memory traffic, and caches may absorb it
 
 
 def _messages(placed: Placed) -> Counter[tuple[str, int]]:
@@ -78,7 +70,7 @@ def _messages(placed: Placed) -> Counter[tuple[str, int]]:
 
 
 def _groups(walk: Walk) -> list[Choice]:
-    """Return the groups that switch together, ordered by their first operations."""
+    """Return the groups of operations that share a weight, a sum or a line, ordered by their first operations."""
     classes = Classes[Hashable]()
     offers = [(node, one.name) for node, one in walk.offers]
     for node, name in offers:

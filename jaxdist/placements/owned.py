@@ -1,10 +1,12 @@
 """Run owners: send operands to them, compute, and send results back."""
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -74,42 +76,33 @@ class _Run:
         there = _Parcels(ins, {i: (to.shape(avals[i].shape), avals[i].dtype) for i, to in comes.items()})
         back = _Parcels(outs, {o: (local_shape(avals[o].shape, to), avals[o].dtype) for o, to in leaves.items()})
 
-        def done_by(owner: int) -> Callable[[Parcels], Parcels]:
-            def work(arrived: Parcels) -> Parcels:
-                values = dict(held)
-                for i, parts in there.opened(owner, arrived):
-                    values[i] = joined(parts, comes[i].dim, comes[i].size)
-                rows: dict[int, Any] = {}
-                for one in self.works[owner]:
-                    made = Emitter(emitter.infer, one.placed).run([values[i] for i in one.component.ins])
-                    for o, x in zip(one.component.outs, made, strict=True):
-                        to = leaves[o]
-                        whole = not isinstance(to, Split)
-                        rows[o] = jnp.stack([x] * self.parts) if whole else slices(x, to.dim, self.parts)
-                return back.closed(owner, rows, self.parts)
-
-            return work
+        def work(owner: int, arrived: Parcels) -> Parcels:
+            values = dict(held)
+            for i, parts in there.opened(owner, arrived):
+                values[i] = joined(parts, comes[i].dim, comes[i].size)
+            rows: dict[int, Any] = {}
+            for one in self.works.get(owner, ()):
+                made = Emitter(emitter.infer, one.placed).run([values[i] for i in one.component.ins])
+                for o, x in zip(one.component.outs, made, strict=True):
+                    to = leaves[o]
+                    whole = not isinstance(to, Split)
+                    rows[o] = jnp.stack([x] * self.parts) if whole else slices(x, to.dim, self.parts)
+            return back.closed(owner, rows, self.parts)
 
         owners = sorted(self.works)
-        branches = [done_by(k) for k in owners]
-        if len(owners) < self.parts:
-            branches.append(lambda arrived: back.closed(None, {}, self.parts))
+        others = [-1] if len(owners) < self.parts else []  # they own nothing, and return zeros
+        branches = [functools.partial(work, k) for k in (*owners, *others)]
         turn = [owners.index(k) if k in self.works else len(owners) for k in range(self.parts)]
-        mine = [there.closed(k if k in self.works else None, {i: held[i][None] for i in comes}, 1)
-                for k in range(self.parts)]  # fmt: skip
+        mine = [there.closed(k, {i: held[i][None] for i in comes}, 1) for k in range(self.parts)]
         sent = {key: jnp.concatenate([row[key] for row in mine]) for key in there.widths}
-        arrived = self._exchange(emitter, sent)
-        returned = self._exchange(emitter, lax.switch(jnp.asarray(turn)[emitter.index], branches, arrived))
+        trade = lambda x: lax.all_to_all(x, emitter.axis, split_axis=0, concat_axis=0, tiled=True)
+        arrived = jax.tree.map(trade, sent)
+        returned = jax.tree.map(trade, lax.switch(jnp.asarray(turn)[emitter.index], branches, arrived))
         found: dict[int, Any] = {}
         for k in owners:
             row = {key: lax.slice_in_dim(x, k, k + 1) for key, x in returned.items()}
             found.update((o, parts[0]) for o, parts in back.opened(k, row))
         return [found[o] for o in node.outs]
-
-    def _exchange(self, emitter: Any, parcels: "Parcels") -> "Parcels":
-        return {
-            key: lax.all_to_all(x, emitter.axis, split_axis=0, concat_axis=0, tiled=True) for key, x in parcels.items()
-        }
 
 
 Parcels = dict[str, Any]  # arrays with one row per device, by dtype on the wire
@@ -132,10 +125,10 @@ class _Parcels:
             for key, end in ends.items():
                 self.widths[key] = max(end, self.widths.get(key, 0))
 
-    def closed(self, owner: int | None, values: dict[int, Any], rows: int) -> Parcels:
-        """Pack an owner's values, row first, into rows; without an owner, pack zeros."""
+    def closed(self, owner: int, values: dict[int, Any], rows: int) -> Parcels:
+        """Pack an owner's values, row first, into rows; for a device that owns nothing, pack zeros."""
         parts: dict[str, list[Any]] = {key: [] for key in self.widths}
-        for i, key, _ in self._places.get(owner, ()) if owner is not None else ():
+        for i, key, _ in self._places.get(owner, ()):
             parts[key].append(exchange.bits(jnp.asarray(values[i]))[0].reshape(rows, -1))
         out = {}
         for key, width in self.widths.items():

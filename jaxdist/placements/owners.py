@@ -1,13 +1,7 @@
-"""Owners: send whole matrices to one device each, process them once, and send back slices.
+"""Owners: send whole matrices to one device each, process them once, and send back slices, if that is cheaper.
 
-Longest first, each component of whole-matrix work (`jaxdist.placements.matrices`) goes to the
-device with the least work. A stack of matrices, as of layers in a loop, is split along its leading
-dimension instead. Work stays on slices if that is cheaper. The search for options omits this: an
-owner's cost depends on the owners of all other matrices, so all are assigned at once.
-
-References:
-  Anil et al., *Scalable Second Order Optimization for Deep Learning*, arXiv 2002.09018 (the work of an optimizer
-  divided over the devices); Graham, *Bounds on multiprocessing timing anomalies*, 1969 (the largest first).
+An owner's cost depends on the owners of all other matrices, so all are assigned at once, apart from other options.
+Reference: Anil et al., *Scalable Second Order Optimization for Deep Learning*, arXiv 2002.09018.
 """
 
 import heapq
@@ -31,20 +25,18 @@ from jaxdist.placements.values import REPLICATED, Partial, Placement, Split, til
 
 Way = Literal["slices", "owners"] | None  # the way to run whole-matrix work; None picks the cheaper one
 
-owners_p = Primitive("jaxdist_owners")
-"""Components, each computed on one device, or a stack on all. Never bound: it is only a name."""
+owners_p = Primitive("jaxdist_owners")  # components, each on one device, or a stack on all. Never bound: only a name
 
 
 @dataclass(eq=False)
 class Work:
     """A placed component."""
 
-    component: Component  # its operations
-    placed: Placed  # the component placed on whole matrices, or on a device's part of a stack
+    component: Component
+    placed: Placed  # it, placed on whole matrices, or on a device's part of a stack
     seconds: float  # compute time of a device
     sent: int  # bytes sent to an owner and back
-    # the owner among the devices that share a matrix, or None if each does its part of the stack
-    owner: int | None = None
+    owner: int | None = None  # among the devices that share a matrix; None if each does its part of the stack
 
 
 @dataclass(eq=False)
@@ -86,17 +78,18 @@ def with_owners(infer: Any, placed: Placed) -> Block | None:
     placed.matrices = max(len(found), inner)
     if not found or infer.split == "slices":
         return None
-    costs = _costs(infer, placed, moved)
+    on_slices, always = _costs(infer, placed, moved)
     works: list[list[Work]] = []
     for stage in sorted({c.stage for c in found}):
-        works += _chosen(infer, placed, costs, [c for c in found if c.stage == stage])
+        works += _chosen(infer, placed, on_slices, always, [c for c in found if c.stage == stage])
     return _rewritten(placed.block, works) if works else None
 
 
-def _chosen(infer: Any, placed: Placed, costs: "_Costs", found: Sequence[Component]) -> list[list[Work]]:
+def _chosen(
+    infer: Any, placed: Placed, on_slices: dict[int, float], always: set[int], found: Sequence[Component]
+) -> list[list[Work]]:
     """Choose which components of one stage get owners, in groups that become one operation each."""
     n, link = infer.devices, infer.link
-    on_slices, always = costs
     whole = [_on_one(infer, placed, component) for component in found]
     total = sum(one.seconds for one in whole)
     stacks: list[list[Work]] = []
@@ -124,7 +117,7 @@ def _chosen(infer: Any, placed: Placed, costs: "_Costs", found: Sequence[Compone
 
 
 def _assign(works: Sequence[Work], n: int, link: Link) -> float:
-    """Assign the largest work first, each to the least loaded device; return the seconds until all is done."""
+    """Assign the largest work first, to the least loaded device (Graham, 1969); return the seconds of all."""
     devices = [(0.0, i) for i in range(n)]
     for one in sorted(works, key=lambda one: -one.seconds):
         load, one.owner = heapq.heappop(devices)
@@ -132,10 +125,7 @@ def _assign(works: Sequence[Work], n: int, link: Link) -> float:
     return max(devices)[0] + 2 * link.latency * bool(works)
 
 
-_Costs = tuple[dict[int, float], set[int]]
-
-
-def _costs(infer: Any, placed: Placed, moved: Counter[int]) -> _Costs:
+def _costs(infer: Any, placed: Placed, moved: Counter[int]) -> tuple[dict[int, float], set[int]]:
     """Return each operation's seconds on slices (by id), and those that slices cannot run."""
     machine, link = infer.machine, infer.link
     costs: dict[int, float] = {}

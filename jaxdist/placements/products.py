@@ -1,13 +1,6 @@
-"""Products of the batch with sharded weights: send the smaller of the two.
+"""Options: send the examples where a sharded weight is larger, or the heads of a sequence rather than all keys.
 
-By default the weight is gathered, and its gradient reduced into slices. With few rows in the batch
-and a large weight, the rows are sent instead. Each device multiplies all rows with its slice,
-and an all-to-all returns its own examples; or it gets the columns that meet its slice, and a
-reduce-scatter adds the products. Gradients are computed as slices, from all rows. FLOPs are equal.
-
-References:
-  Shoeybi et al., *Megatron-LM*, arXiv 1909.08053, section 3 (a product with a weight split along its columns or rows);
-  Xu et al., *GSPMD*, arXiv 2105.04663, section 3.5 (a product for which an operand is partitioned again).
+Reference: Shoeybi et al., *Megatron-LM*, arXiv 1909.08053, section 3 (a weight split along its columns or rows).
 """
 
 from collections.abc import Sequence
@@ -27,7 +20,7 @@ from jaxdist.placements.walk import Walk, offer
 NAME = "send the examples"  # the name of the option
 
 
-@offer("dot_general", "conv_general_dilated", "gather", "scatter-add", "scatter_add")
+@offer("dot_general", "conv_general_dilated", "gather", "scatter-add")
 def _product(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     described = walk.block.factors(node)
     batch = [k for k, p in enumerate(ins) if isinstance(p, Split) and not p.stored]
@@ -40,12 +33,10 @@ def _product(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
         return None
     if any(jnp.issubdtype(walk.block.avals[o].dtype, jax.dtypes.extended) for o in node.outs):
         return None  # picks from random keys
-    if any(p.whole or p.is_padded(walk.n) or not p.is_tile(walk.n) for p in splits):
+    if walk.infer.axis.name == GROUP or any(p.whole or p.is_padded(walk.n) or not p.is_tile(walk.n) for p in splits):
         return None
     (example,) = examples
     assert example is not None
-    if walk.infer.axis.name == GROUP:
-        return None
     if len(kept) == 1:
         return _with_slices(walk, node, ins, described, kept[0], example)
     return _in_slices(walk, node, ins, described, example) if not kept else None
@@ -72,10 +63,7 @@ def _with_slices(
 
 
 def _in_slices(walk: Walk, node: Node, ins: Sequence[Placement], described: Factors, example: int) -> Strategy | None:
-    """Sum over the examples in slices.
-
-    If slices are not wanted, gather them: an all-reduce equals a sum in slices plus an all-gather.
-    """
+    """Sum over the examples in slices; gather these if not wanted: an all-reduce is a sum in slices and a gather."""
     (o,), (result,) = node.outs, described.results
     out = walk.block.avals[o]
     dim: int | None = walk.infer.marked(walk.block).get(o)
@@ -100,8 +88,7 @@ def _is_added_up_elsewhere(walk: Walk, o: int) -> bool:
 
 
 def _fits(walk: Walk, node: Node, ins: Sequence[Placement], strategy: Strategy, weight: Any, made: Any = None) -> bool:
-    """Check that the batch values that each device holds whole are at most as large as its slice of
-    a weight, so that they do not use up the memory saved."""
+    """Check that batch values held whole are at most as large as a slice of the weight: they take the memory saved."""
     operands = zip(ins, strategy.takes, node.ins, strict=True)
     batch = [(to, walk.block.avals[i]) for p, to, i in operands if isinstance(p, Split) and not p.stored]
     whole = sum(nbytes(aval) for to, aval in batch if not isinstance(to, Split)) + (nbytes(made) if made else 0)

@@ -17,6 +17,7 @@ _WORTH_SAYING = 0.01
 _WORTH_SPLITTING = 1 << 17, 8  # FLOPs, and those for each entry of arguments and results
 _MOST_LINES = 5
 _MOST_ROWS = 3
+_OF_BATCH = {"all-gather of activations", "all-to-all of activations"}
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def _moved(over: Sequence[Placed]) -> list[Row]:
             what += " of shards" if move.stored else " of activations"
         elif why != IN_PLACE:  # data parallelism consists of reductions
             why = ""
-        instead = _INSTEAD.get(name, "") if _of_batch(what) and why != IN_PLACE else ""
+        instead = _INSTEAD.get(name, "") if what in _OF_BATCH and why != IN_PLACE else ""
         sizes[Row(placed.axis, what, name, move.node.line, why=why, instead=instead), move.why] += move.bytes * times
     return [replace(row, bytes=size) for (row, _), size in sizes.most_common() if size]
 
@@ -109,7 +110,7 @@ def _is_slow(row: Row) -> bool:
         return row.axis != MODEL and row.share > _WORTH_SAYING  # the model axis has no examples to divide
     if row.why == IN_PLACE or row.operation in ("shard_map", "jaxdist_own_code"):
         return False
-    return _of_batch(row.what) or (row.what.endswith("of shards") and bool(row.why))
+    return row.what in _OF_BATCH or (row.what.endswith("of shards") and bool(row.why))
 
 
 def _short(line: str) -> str:
@@ -118,10 +119,6 @@ def _short(line: str) -> str:
     if path.is_relative_to(here := Path.cwd()):
         return str(path.relative_to(here))
     return str(Path(*path.parts[-3:]))
-
-
-def _of_batch(what: str) -> bool:
-    return what.endswith("of activations")
 
 
 def unsplit(placed: Placed) -> int:
@@ -146,8 +143,7 @@ def work(placed: Placed) -> int:
 
 
 def _work(placed: Placed, times: int, every: bool = False) -> Iterator[tuple[Node, int, bool]]:
-    """Yield each operation with a device's FLOPs, and whether every device repeats it: it takes
-    whole values, at least one of them split over the examples before (or any, with `every`)."""
+    """Yield each operation with a device's FLOPs, and whether all repeat it on values that were split (or `every`)."""
     for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
         whole = all(to == REPLICATED for to in strategy.takes)
         again = whole and (every or any(isinstance(p := placed.at[i], Split) and not p.stored for i in node.ins))

@@ -1,20 +1,14 @@
 """The table of rules: each gives the factors of a primitive, which relate its operands' dimensions.
 
-A factor is a loop of the operation: ``bd,dh->bh`` has three, b, d and h. A dimension of an operand
-or result runs along one of them, or along none (None: it is needed or made at once). Cutting a
-factor gives each device some of its turns: values with the factor are `Split` along it, others are
-whole. A factor without result is reduced over: it gives a summand (`Partial`) or needs an exchange.
-
-`FACTORS` has the rules. Elementwise operations (`jaxdist.ir.operations.is_elementwise`) share the
-dimensions of operands and results. All else is whole, with a message unless it is in `_WHOLE`.
-
-Reference: the sharding rules of Shardy (``OpShardingRule``), and the ``einsum`` notation of GSPMD, arXiv 2105.04663.
+A factor is a loop of the operation: ``bd,dh->bh`` has three, b, d and h. A dimension runs along one, or along none
+(None: it is needed or made at once). Cutting a factor gives each device some of its turns: values with the factor are
+`Split` along it, others whole. A factor without result is reduced over: it gives a `Partial`, or needs an exchange.
 """
 
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from jax import lax
@@ -32,19 +26,16 @@ class Factors:
 
     operands: tuple[Dims, ...]  # by operand, the factor of each of its dimensions
     results: tuple[Dims, ...]  # by result
-    # reductions of factors that no result has: ``"sum"``, ``"max"``, ``"min"``, ``"or"``, ``"and"``
-    reduced: Mapping[int, str] = field(default_factory=dict)
+    reduced: Mapping[int, str] = field(default_factory=dict)  # by factor, "sum", "max", "min", "or" or "and"
     onto: int | None = None  # the operand to which the reduction is added, which must count once
-    # operands whose padding must not count in a reduction; None means all that have the factor
-    masked: tuple[int, ...] | None = None
+    masked: tuple[int, ...] | None = None  # operands whose padding must not count; None: all that have the factor
     # the parameters that depend on the shapes, for slices: ``params(eqn params, factor, split)``
     params: Callable[[Mapping[str, Any], int, Split], Mapping[str, Any]] | None = None
 
 
 Shapes = Sequence[tuple[int, ...]]
+# ``rule(params, shapes of operands, shapes of results)``; returns None to compute it whole
 Rule = Callable[[Mapping[str, Any], Shapes, Shapes], Factors | None]
-"""``rule(params, shapes of operands, shapes of results)``; returns None to compute it whole."""
-
 LETTERS = string.ascii_letters
 
 
@@ -81,8 +72,7 @@ def _broadcast(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors 
 
 
 def _without(name: str) -> Rule:
-    """Return the rule of an operation whose longer values alone have some dimensions, which must be
-    whole: a parameter names them."""
+    """Return the rule of an operation that adds or removes dimensions, which a parameter names and must be whole."""
 
     def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
         gone, rank = set(np.ravel(params[name]).tolist()), max(map(len, (*ins, *outs)))
@@ -104,12 +94,8 @@ def _sized(name: str) -> Callable[[Mapping[str, Any], int, Split], Mapping[str, 
     }  # fmt: skip
 
 
-Whether = Callable[[Mapping[str, Any], Shapes, Shapes], Iterable[bool]]
-
-
-def _keeps(whether: Whether, sized: str | None = None) -> Rule:
-    """Return the rule of an operation that keeps these dimensions in values of its rank and needs
-    others whole; `sized`: a parameter of sizes."""
+def _keeps(whether: Callable[[Mapping[str, Any], Shapes, Shapes], Iterable[bool]], sized: str | None = None) -> Rule:
+    """Return the rule of an operation that needs all but some dimensions whole; `sized`: a parameter of sizes."""
 
     def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
         kept = tuple(d if keep else None for d, keep in enumerate(whether(params, ins, outs)))
@@ -151,32 +137,22 @@ def _reduce(kind: str) -> Rule:
 def _dot_general(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
     (ca, cb), (ba, bb) = params["dimension_numbers"]
     a, b = [-1] * len(ins[0]), [-1] * len(ins[1])
-    count = 0
-    result: list[int | None] = []
-    for i, j in zip(ba, bb, strict=True):
-        a[i] = b[j] = count
-        result.append(count)
-        count += 1
-    reduced = {}
-    for i, j in zip(ca, cb, strict=True):
-        a[i] = b[j] = count
-        reduced[count] = "sum"
-        count += 1
+    for factor, (i, j) in enumerate(zip((*ba, *ca), (*bb, *cb), strict=True)):
+        a[i] = b[j] = factor
+    count = len(ba) + len(ca)
     for dims in (a, b):
-        for d, f in enumerate(dims):
-            if f < 0:
-                dims[d] = count
-                result.append(count)
-                count += 1
-    return Factors((tuple(a), tuple(b)), (tuple(result),), reduced=reduced)
+        for d in (d for d, f in enumerate(dims) if f < 0):
+            dims[d] = count
+            count += 1
+    contracted = range(len(ba), len(ba) + len(ca))
+    result = tuple(f for f in range(count) if f not in contracted)
+    return Factors((tuple(a), tuple(b)), (result,), reduced=dict.fromkeys(contracted, "sum"))
 
 
 def _convolution(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
     numbers = params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-    a: list[int | None] = [None] * len(ins[0])
-    b: list[int | None] = [None] * len(ins[1])
-    c: list[int | None] = [None] * len(outs[0])
+    a, b, c = ([cast("int | None", None)] * len(shape) for shape in (*ins, *outs))
     features, batches = params["feature_group_count"], params["batch_group_count"]
     reduced = {}
     if batches == 1:
@@ -203,22 +179,17 @@ def _windows(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Iterator[b
 
 def _gather(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
-    operand: list[int | None] = [None] * len(ins[0])
-    indices: list[int | None] = [None] * len(ins[1])
-    result: list[int | None] = [None] * len(outs[0])
+    operand, indices, result = ([cast("int | None", None)] * len(shape) for shape in (*ins, *outs))
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    count = 0
     batch = [d for d in range(len(outs[0])) if d not in numbers.offset_dims]
     for i, d in enumerate(batch):  # the dimensions of the indices but for the last, in order
-        indices[i] = result[d] = count
-        count += 1
+        indices[i] = result[d] = i
     for d, i in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         operand[d] = indices[i]
     window = [d for d in range(len(ins[0])) if d not in gone]
     for d, o in zip(window, numbers.offset_dims, strict=True):
         if sizes[d] == ins[0][d] and d not in numbers.start_index_map:
-            operand[d] = result[o] = count
-            count += 1
+            operand[d] = result[o] = len(batch) + d
     operand_dims = tuple(operand)
 
     def cut(params: Mapping[str, Any], factor: int, split: Split) -> Mapping[str, Any]:
@@ -268,20 +239,15 @@ def _leading(count: Callable[[Mapping[str, Any], Shapes, Shapes], int]) -> Rule:
 
 
 def einsum(equation: str) -> Rule:
-    """Return the rule of an operation in the notation of ``numpy.einsum``; reductions are sums.
-
-    Letters are factors, ``.`` is a dimension that is needed whole.
-    """
+    """Return the rule of an operation in the notation of `register`."""
     left, right = equation.split("->")
     letters = {c: i for i, c in enumerate(dict.fromkeys(c for c in equation if c in LETTERS))}
 
-    def dims(part: str) -> tuple[Dims, ...]:
-        return tuple(tuple(letters.get(c) for c in word) for word in part.split(","))
-
-    results = dims(right)
+    operands, results = (
+        tuple(tuple(letters.get(c) for c in word) for word in part.split(",")) for part in (left, right)
+    )
     kept = {f for word in results for f in word}
-    reduced = {f: "sum" for f in letters.values() if f not in kept}
-    described = Factors(dims(left), results, reduced=reduced)
+    described = Factors(operands, results, reduced={f: "sum" for f in letters.values() if f not in kept})
     return lambda params, ins, outs: described
 
 
@@ -304,9 +270,8 @@ FACTORS: dict[str, Rule] = {
         ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
          "select_and_gather_add"), _keeps(_windows)
     ),
-    "gather": _gather, "scatter-add": _scatter("sum"), "scatter_add": _scatter("sum"), "scatter-sub": _scatter(None),
-    **dict.fromkeys(("scatter", "scatter-mul", "scatter_mul", "scatter-min", "scatter_min", "scatter-max",
-                     "scatter_max", "scatter_sub"), _scatter(None)),
+    "gather": _gather, "scatter-add": _scatter("sum"),
+    **dict.fromkeys(("scatter", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter(None)),
     **dict.fromkeys(("cholesky", "cholesky_update", "lu", "qr", "geqrf", "geqp3", "ormqr", "householder_product",
                      "svd", "eigh", "eig", "schur", "hessenberg", "tridiagonal", "triangular_solve",
                      "symmetric_product"), _leading(lambda params, ins, outs: len(ins[0]) - 2)),
@@ -354,9 +319,6 @@ def register(primitive: Primitive | str, rule: str | Callable[[Mapping[str, Any]
       >>> from jax.extend.core import Primitive
       >>> attention_p = Primitive("my_attention")  # queries, keys, values: (batch, time, heads, width)
       >>> register(attention_p, "b..., b..., b... -> b...")
-
-    References:
-      The sharding rules of Shardy (``OpShardingRule``).
     """
     name = primitive if isinstance(primitive, str) else primitive.name
     if isinstance(rule, str):

@@ -20,13 +20,13 @@ def run_as_is(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
 
 def run_wide(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
     """Run on summands, in their wide dtype."""
-    eqn, out = node.eqn, emitter.block.avals[node.outs[0]]
+    narrow = emitter.block.avals[node.outs[0]].dtype
+    dtype = wide(narrow)
     if node.name == "convert_element_type":
-        return [xs[0].astype(wide(out.dtype))]
-    dtype = wide(out.dtype)
-    if dtype != out.dtype:
-        xs = [x.astype(dtype) if getattr(x, "dtype", None) == out.dtype else x for x in xs]
-    return emitter.bind(node, xs, eqn.params)
+        return [xs[0].astype(dtype)]
+    if dtype != narrow:
+        xs = [x.astype(dtype) if getattr(x, "dtype", None) == narrow else x for x in xs]
+    return emitter.bind(node, xs)
 
 
 def make_in_form(emitter: Any, node: Node, to: Any) -> Any:
@@ -68,32 +68,27 @@ class Cut:
             for k, dims in enumerate(described.operands):
                 if factor in dims and (described.masked is None or k in described.masked):
                     xs[k] = emitter.masked(xs[k], split.at(dims.index(factor)), _identity(kind, xs[k].dtype))
-        if kind == "sum":
-            dtype = emitter.block.avals[node.outs[0]].dtype
-            if wide(dtype) != dtype:
-                if "update_jaxpr" in params:  # an adding scatter: its parameters contain the dtype
-                    xs = [x.astype(wide(x.dtype)) if k != 1 else x for k, x in enumerate(xs)]
-                    return [compat.scatter_add(xs, params)]
-                # XLA for CPUs multiplies no 16-bit floats into 32 bits, but converts them first anyway.
-                if "preferred_element_type" in params and not emitter.infer.machine.kind.is_cpu:
-                    params = {**params, "preferred_element_type": wide(dtype)}
-                else:
-                    xs = [x.astype(wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in xs]
-                    if "preferred_element_type" in params:
-                        params = {**params, "preferred_element_type": wide(dtype)}
+        if kind != "sum":
+            return [emitter.across(x, kind) for x in emitter.bind(node, xs, params)]
+        dtype = emitter.block.avals[node.outs[0]].dtype
+        if wide(dtype) == dtype:
             return emitter.bind(node, xs, params)
-        return [emitter.across(x, kind) for x in emitter.bind(node, xs, params)]
+        preferred = "preferred_element_type" in params
+        # XLA for CPUs multiplies no 16-bit floats into 32 bits, but converts them first anyway.
+        if not preferred or emitter.infer.machine.kind.is_cpu:
+            xs = [x.astype(wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in xs]
+        if "update_jaxpr" in params:  # an adding scatter: its parameters contain the dtype
+            return [compat.scatter_add(xs, params)]
+        return emitter.bind(node, xs, {**params, "preferred_element_type": wide(dtype)} if preferred else params)
 
 
 def _identity(kind: str, dtype: Any) -> Any:
     if kind == "sum":
         return 0
-    if kind in ("or", "and"):
-        if jnp.issubdtype(dtype, jnp.bool_):
-            return kind == "and"
-        return np.invert(np.zeros((), dtype)) if kind == "and" else 0
     if jnp.issubdtype(dtype, jnp.bool_):
-        return kind == "min"
+        return kind in ("and", "min")
+    if kind in ("or", "and"):
+        return np.invert(np.zeros((), dtype)) if kind == "and" else 0
     if jnp.issubdtype(dtype, jnp.floating):
         beyond = np.asarray(-np.inf if kind == "max" else np.inf)
         if not np.isnan(beyond.astype(dtype)):

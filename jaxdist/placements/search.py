@@ -1,18 +1,12 @@
 """Search for the state leaves that an axis cuts, and their dimensions, if the user gives none.
 
-Dimensions that factors tie together form a class, cut together or not at all: a head in the kernels
-of queries, keys and values, in all results computed from them, and in the kernel that takes those.
-A descent over classes looks for the cheapest layout, as placed by `Infer`. It depends only on the
-traced step, and counts its tries, not time, so every rank finds the same result.
-
-References:
-  Shoeybi et al., *Megatron-LM*, arXiv 1909.08053 (the layouts to find); Zheng et al., *Alpa*, arXiv 2201.12023, and
-  Alabed et al., *PartIR*, arXiv 2401.11202 (searches for them).
+Dimensions that factors tie together form a class, cut together or not at all, as a head in the kernels of queries,
+keys and values. Tries are counted, not timed, so that every rank finds the same.
 """
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +20,8 @@ from jaxdist.placements.strategy import nbytes
 from jaxdist.placements.values import REPLICATED, Placement, form, reshaped, tile
 
 _PADDED = 1 / 16  # largest relative growth of a dimension by padding
+# Limit on placements of the step: fewer the more operations it has, down to a minimum.
 _PLACINGS, _FEWEST, _OPERATIONS = 200, 32, 200_000
-"""Limit on placements of the step: fewer the more operations it has, down to a minimum."""
 
 Dimension = tuple[int, int, int]  # numbers of a block, a value in it, and one of its dimensions
 Member = tuple[int, int]  # numbers of an input and one of its dimensions
@@ -91,10 +85,7 @@ class _Classes:
             for dim, n in enumerate(aval.shape):
                 if n >= self._devices and -n % self._devices <= _PADDED * n:
                     members.setdefault(self._ties.of(self._at(block, block.inputs[k], dim)), []).append((k, dim))
-
-        def size(one: Class) -> int:
-            return sum(nbytes(block.avals[block.inputs[k]]) for k in {k for k, _ in one})
-
+        size = lambda one: sum(nbytes(block.avals[block.inputs[k]]) for k in {k for k, _ in one})
         self.found: list[Class] = sorted(map(frozenset, members.values()), key=lambda one: (-size(one), min(one)))
 
     def _at(self, block: Block, value: int, dim: int) -> Dimension:
@@ -104,22 +95,24 @@ class _Classes:
         self._numbers[block] = len(self._numbers)
         self.operations += len(block.nodes)
         for node in block.nodes:
-            if node.name == "reshape":
-                ins, outs = block.shapes((node.ins[0], node.outs[0]))
-                for d, size in enumerate(ins):
-                    to = reshaped(tile(d, size, self._devices), ins, outs) if math.prod(ins) else None
-                    if to is not None and to.outer == 1:
-                        self._ties.tie(self._at(block, node.ins[0], d), self._at(block, node.outs[0], to.dim))
-            elif node.name in CONTROL_FLOW:
+            if node.name in CONTROL_FLOW:
                 self._bodies(block, node)
-            elif (described := block.factors(node)) is not None:
-                seen: dict[int, Dimension] = {}
-                values = zip((*node.ins, *node.outs), (*described.operands, *described.results), strict=True)
-                for value, dims in values:
-                    for d, factor in enumerate(dims):
-                        if factor is not None:
-                            own = self._at(block, value, d)
-                            self._ties.tie(own, seen.setdefault(factor, own))
+            for one, other in self._tied(block, node):
+                self._ties.tie(one, other)
+
+    def _tied(self, block: Block, node: Node) -> Iterator[tuple[Dimension, Dimension]]:
+        """Yield pairs of dimensions that an operation ties."""
+        if node.name == "reshape":
+            ins, outs = block.shapes((node.ins[0], node.outs[0]))
+            for d, size in enumerate(ins):
+                to = reshaped(tile(d, size, self._devices), ins, outs) if math.prod(ins) else None
+                if to is not None and to.outer == 1:
+                    yield self._at(block, node.ins[0], d), self._at(block, node.outs[0], to.dim)
+        elif (described := block.factors(node)) is not None:
+            seen: dict[int | None, Dimension] = {}
+            for value, dims in zip((*node.ins, *node.outs), (*described.operands, *described.results), strict=True):
+                owns = [(factor, self._at(block, value, d)) for d, factor in enumerate(dims) if factor is not None]
+                yield from ((own, seen.setdefault(factor, own)) for factor, own in owns)
 
     def _bodies(self, block: Block, node: Node) -> None:
         """Operands and results of control flow are inputs and outputs of its bodies; a loop's carry is both."""
@@ -151,11 +144,7 @@ def _price(
     examples: int,
     cuts: Mapping[int, int],
 ) -> float:
-    """Return the price of a layout in seconds: a device's computing and sending, plus the time to
-    send its part of the state, which a model axis is meant to divide.
-
-    Work on the batch is also divided by the batch axes; work on the state alone is not.
-    """
+    """Return the seconds of a layout: those of the step, plus the time to send a device's part of the state."""
     n, avals, kept = infer.devices, [block.avals[i] for i in block.inputs], set(state)
     ins: list[Placement] = [
         tile(cuts[k], aval.shape[cuts[k]], n, stored=True) if k in cuts else REPLICATED for k, aval in enumerate(avals)

@@ -15,7 +15,7 @@ from jaxdist.ir.primitives import count_p, counts
 from jaxdist.placements.block import Node
 from jaxdist.placements.run import make_in_form, make_whole
 from jaxdist.placements.strategy import Strategy
-from jaxdist.placements.values import DEFERRED, REPLICATED, Deferred, Placement, Replicated, Split, form, reshaped
+from jaxdist.placements.values import REPLICATED, Deferred, Placement, Replicated, Split, form, local_shape, reshaped
 from jaxdist.placements.walk import Walk, special
 
 
@@ -32,22 +32,17 @@ def _reshape(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
     to = reshaped(p, old, new)
     if to is None:
         return None
-
-    def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-        return [lax.reshape(xs[0], to.shape(new))]
-
+    run = lambda emitter, node, xs: [lax.reshape(xs[0], to.shape(new))]
     return Strategy([form(p)], [replace(to, whole=False, requested=False)], run)
 
 
 def _make_reshaped(emitter: Any, node: Node, to: Any) -> Any:
     (i,), (o,) = node.ins, node.outs
     old, new = emitter.block.avals[i].shape, emitter.block.avals[o].shape
-    if isinstance(to, Split):
-        before = reshaped(to, new, old)
-        if before is None:
-            return emitter.cut(emitter.take(o, REPLICATED), to)
-        return lax.reshape(emitter.take(i, form(before)), to.shape(new))
-    return lax.reshape(emitter.take(i, REPLICATED), new)
+    before = reshaped(to, new, old) if isinstance(to, Split) else REPLICATED
+    if before is None:
+        return emitter.cut(emitter.take(o, REPLICATED), to)
+    return lax.reshape(emitter.take(i, form(before)), local_shape(new, to))
 
 
 @special("broadcast_in_dim")
@@ -66,7 +61,7 @@ def _broadcast(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | N
 
 @special("iota")
 def _iota(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    return None if ins else Strategy([], [DEFERRED], make=_make_iota)
+    return None if ins else Strategy([], [Deferred()], make=_make_iota)
 
 
 def _make_iota(emitter: Any, node: Node, to: Any) -> Any:
@@ -122,14 +117,11 @@ def _reverse(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
     p = ins[0]
     if not isinstance(p, Split) or p.dim not in node.eqn.params["dimensions"] or p.outer > 1 or p.is_padded(walk.n):
         return None
-
-    def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-        ends = [(i, emitter.n - 1 - i) for i in range(emitter.n)]
-        return [lax.ppermute(emitter.bind(node, xs)[0], emitter.axis, ends)]
-
-    if jnp.issubdtype(walk.block.avals[node.ins[0]].dtype, np.number):
-        return Strategy([form(p)], [form(p)], run, exchanges=True)
-    return None
+    if not jnp.issubdtype(walk.block.avals[node.ins[0]].dtype, np.number):
+        return None
+    ends = [(i, walk.n - 1 - i) for i in range(walk.n)]
+    run = lambda emitter, node, xs: [lax.ppermute(emitter.bind(node, xs)[0], emitter.axis, ends)]
+    return Strategy([form(p)], [form(p)], run, exchanges=True)
 
 
 @special("jaxdist_all_gather")
@@ -150,10 +142,7 @@ def _mark(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     p, params = ins[0], node.eqn.params
     shape = walk.block.shapes(node.ins)[0]
     requested = params["role"] in ("requested", "state")
-
-    def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-        return emitter.bind(node, xs) if emitter.marks else xs
-
+    run = lambda emitter, node, xs: emitter.bind(node, xs) if emitter.marks else xs
     dim = walk.infer.choose(shape)
     if walk.infer.level(node):
         if isinstance(p, Split) and p.stored and (params["role"] != "gradient" or p.dim == dim):
@@ -204,9 +193,8 @@ def _count(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
 def _bits(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     if not isinstance(ins[0], (Replicated, Deferred)):
         return None
-    keys = walk.block.avals[node.ins[0]]
-    make = _make_bits if compat.makes_bits_by_place(keys.dtype) else make_whole
-    return Strategy([None], [DEFERRED], make=make)
+    by_place = compat.makes_bits_by_place(walk.block.avals[node.ins[0]].dtype)
+    return Strategy([None], [Deferred()], make=_make_bits if by_place else make_whole)
 
 
 def _make_bits(emitter: Any, node: Node, to: Any) -> Any:

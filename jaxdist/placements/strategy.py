@@ -11,12 +11,10 @@ import jax.numpy as jnp
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.values import REPLICATED, Deferred, Form, Partial, Placement, Split
 
-UNKNOWN = (
+UNKNOWN = (  # the reason to compute an operation whole if it has no description
     "jaxdist does not know this operation. If it is your own, jaxdist.placements.register describes it; "
     "if it is JAX's, please report it: https://github.com/jaxdist/jaxdist/issues"
 )
-"""The reason to compute an operation whole if it has no description."""
-
 IN_PLACE = "instead of a weight, which is larger"  # the reason that batch values are sent although a weight could be
 
 
@@ -24,11 +22,9 @@ IN_PLACE = "instead of a weight, which is larger"  # the reason that batch value
 class Strategy:
     """A way to run an operation on the devices."""
 
-    # the form of each operand, or None if it is only taken once its deferred result is made
-    takes: Sequence[Form | None]
+    takes: Sequence[Form | None]  # the form of each operand; None if it is only taken once its result is made
     gives: Sequence[Placement]  # the placement of each result
-    # ``run(emitter, node, operands) -> results``, as one device holds them
-    run: Callable[[Any, Node, list[Any]], Sequence[Any]] | None = None
+    run: Callable[[Any, Node, list[Any]], Sequence[Any]] | None = None  # ``run(emitter, node, operands) -> results``
     make: Callable[[Any, Node, Any], Any] | None = None  # of a deferred result: ``make(emitter, node, form) -> result``
     slicewise: bool = False  # a result slice needs only the same slices of operands of its shape
     bodies: "Sequence[Placed]" = ()  # for control flow
@@ -61,7 +57,7 @@ class Move:
 class Placed:
     """A block with settled placements."""
 
-    block: Block  # its operations
+    block: Block
     ins: tuple[Form, ...]  # the forms of its inputs
     axis: str  # the name of the axis that it is placed over
     strategies: list[Strategy] = field(default_factory=list)  # one per operation
@@ -115,10 +111,6 @@ class Placed:
                 return to
         return p
 
-    def alike(self, other: "Placed") -> bool:
-        """Check whether a second placing has the same outputs and as many messages."""
-        return (self.given, self.summed, len(self.moves)) == (other.given, other.summed, len(other.moves))
-
     def blocks(self, times: int = 1) -> "Iterator[tuple[Placed, int]]":
         """Yield the block and those in its loops and branches, with how often each runs."""
         yield self, times
@@ -137,36 +129,23 @@ class Placed:
         return any(one.own or any(strategy.exchanges for strategy in one.strategies) for one, _ in self.blocks())
 
 
-def cuts(bodies: Sequence[Placed]) -> dict[int, Split]:
-    """Map each whole input that bodies use only in one slice to that slice."""
-    found: dict[int, Split] = {}
-    for k, own in enumerate(bodies[0].ins):
-        if own == REPLICATED and bodies[0].block.avals[bodies[0].block.inputs[k]].shape:
-            taken = {to for placed in bodies for to in placed.forms_of(placed.block.inputs[k])}
-            if len(taken) == 1 and isinstance(to := taken.pop(), Split):
-                found[k] = to
-    return found
-
-
 def sliced(
-    given: Sequence[Placement],
-    placed: Sequence[Placed],
-    place: Callable[[Sequence[Placement]], Sequence[Placed]],
+    given: Sequence[Placement], placed: Sequence[Placed], place: Callable[[Sequence[Placement]], Sequence[Placed]]
 ) -> tuple[Sequence[Placement], Sequence[Placed]]:
-    """Cut values that bodies only use in slices once, before the bodies, if nothing else changes.
-
-    Returns the new `given` and `placed`.
-    """
-    if slices := {k: to for k, to in cuts(placed).items() if k < len(given)}:
-        cut = [slices.get(k, p) for k, p in enumerate(given)]
-        again = place(cut)
-        if all(a.alike(b) for a, b in zip(again, placed, strict=True)):
-            return cut, again
+    """Cut values that bodies only use in one slice before the bodies: their new placements, and the bodies'."""
+    cut, block = list(given), placed[0].block
+    for k in range(len(given)):
+        if placed[0].ins[k] == REPLICATED and block.avals[block.inputs[k]].shape:
+            taken = {to for one in placed for to in one.forms_of(one.block.inputs[k])}
+            if len(taken) == 1 and isinstance(to := taken.pop(), Split):
+                cut[k] = to
+    # Not if that changes the outputs or adds messages.
+    facts = lambda bodies: [(one.given, one.summed, len(one.moves)) for one in bodies]
+    if cut != list(given) and facts(again := place(cut)) == facts(placed):
+        return cut, again
     return given, placed
 
 
 def nbytes(aval: Any) -> int:
     """Return the size of a whole value."""
-    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-        return math.prod(aval.shape) * 8
-    return math.prod(aval.shape) * aval.dtype.itemsize
+    return math.prod(aval.shape) * (8 if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else aval.dtype.itemsize)

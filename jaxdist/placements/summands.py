@@ -1,8 +1,4 @@
-"""Operations on summands: the sum of results must be the result for the sum, for every input.
-
-Operation and dtype decide. An operation that can change which values are finite (a huge factor, a
-division by a possible zero, a narrower dtype) waits until the sum is made.
-"""
+"""Operations on summands: the sum of results must be the result for the sum, for every input, infinite ones too."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,17 +12,15 @@ from jaxdist.placements.run import run_wide
 from jaxdist.placements.strategy import Strategy
 from jaxdist.placements.values import REPLICATED, Deferred, Form, Partial, Placement, Replicated, Split, form
 
+_LARGE = 2**8
+
 
 def _goes_on(walk: Any, node: Node) -> bool:
     """Check whether a cotangent that is added up here is next added to others."""
     following = walk.next.get(node.outs[0])
-    return (
-        node.backward
-        and node.name in ADDITION
-        and following is not None
-        and following.name in ADDITION
-        and walk.block.uses[node.outs[0]] == 1
-    )
+    if following is None or walk.block.uses[node.outs[0]] != 1:
+        return False
+    return node.backward and node.name in ADDITION and following.name in ADDITION
 
 
 def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Strategy | None:
@@ -53,25 +47,20 @@ def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Strategy | None:
         a, b = avals[0].dtype, out.dtype
         ok = _is_plain(a) and _is_plain(b) and jnp.promote_types(a, b) == b
     elif name in ("add", "sub", "add_any", "concatenate", "dynamic_update_slice", "select_n"):
-        first = 1 if name == "select_n" else 0
-        last = 2 if name == "dynamic_update_slice" else len(ins)
-        operands = range(first, last)
-        zero = [is_zero(ins[k]) for k in operands]
-        ok = all(p or z for p, z in zip(partial[first:last], zero, strict=True)) or (
-            (node.outs[0] in walk.loose or _goes_on(walk, node))
-            and not any(isinstance(p, Split) and not p.whole for p in ins[first:last])
-        )
-        ok = ok and not any(isinstance(ins[k], Partial) for k in range(len(ins)) if k not in operands)
-        takes = [Partial(owed=owed) if k in operands else REPLICATED for k in range(len(ins))]
-        # A term added to a gradient must not lose digits on the wire for it.
-        gradient = gradient and all(p or z for p, z in zip(partial[first:last], zero, strict=True))
+        terms = range(1 if name == "select_n" else 0, 2 if name == "dynamic_update_slice" else len(ins))
+        every = all(partial[k] or is_zero(ins[k]) for k in terms)
+        sliced = any(isinstance(p, Split) and not p.whole for p in (ins[k] for k in terms))
+        ok = every or (not sliced and (node.outs[0] in walk.loose or _goes_on(walk, node)))
+        ok = ok and not any(partial[k] for k in range(len(ins)) if k not in terms)
+        takes = [Partial(owed=owed) if k in terms else REPLICATED for k in range(len(ins))]
+        gradient = gradient and every  # a term added to a gradient must not lose digits on the wire for it
     elif name == "mul":
         other = ins[1 - partial.index(True)]
         ok = sum(partial) == 1 and _scales(other, out.dtype)
     elif name == "div":
         ok = partial[0] and not partial[1] and _scales(ins[1], out.dtype, inverse=True)
     if owed:  # other operands may differ across those axes' devices: a position, a slice, a mask
-        ok = ok and name not in ACROSS and all(s or _is_number(p) for s, p in zip(partial, ins, strict=True))
+        ok = ok and name not in ACROSS and all(s or _known(p) is not None for s, p in zip(partial, ins, strict=True))
     if not ok:
         return None
     return Strategy(takes, [Partial(gradient, made, owed)], run_wide)
@@ -82,26 +71,20 @@ def _is_plain(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and (jnp.dtype(dtype).itemsize > 2 or dtype == jnp.bfloat16)
 
 
-def _is_number(p: Placement) -> bool:
-    """Check whether the value of each entry is known from the program."""
-    return isinstance(p, (Replicated, Deferred)) and p.const is not None
+def _known(p: Placement) -> Any:
+    """Return the value of each entry if the program says so, else None."""
+    return p.const if isinstance(p, (Replicated, Deferred)) else None
 
 
 def is_zero(p: Placement) -> bool:
-    return _is_number(p) and p.const == 0  # type: ignore[union-attr]
+    return _known(p) is not None and _known(p) == 0
 
 
 def _scales(p: Placement, dtype: Any, inverse: bool = False) -> bool:
-    """Check whether a factor may scale each summand: it is known, and makes none overflow.
-
-    This excludes 16-bit floats with a small range: their sum may have overflowed before.
-    """
-    if not isinstance(p, (Replicated, Deferred)) or p.const is None or not jnp.issubdtype(dtype, jnp.inexact):
+    """Check whether a factor may scale each summand: it is known, and makes none overflow."""
+    if _known(p) is None or not jnp.issubdtype(dtype, jnp.inexact):
         return False
-    if jnp.dtype(dtype).itemsize < 4 and dtype != jnp.bfloat16:
+    if jnp.dtype(dtype).itemsize < 4 and dtype != jnp.bfloat16:  # the sum may have overflowed before
         return False
-    size = abs(p.const)
+    size = abs(_known(p))
     return bool(np.isfinite(size)) and (size >= 1 / _LARGE if inverse else size <= _LARGE)
-
-
-_LARGE = 2**8

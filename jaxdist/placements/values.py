@@ -1,14 +1,6 @@
 """Placements: how the devices hold a value that is logically one array.
 
-| placement | each device holds |
-|---|---|
-| `Replicated` | all of it |
-| `Split` | its slice along one dimension, the end padded where the devices don't divide it |
-| `Partial` | a summand |
-| `Deferred` | nothing yet: it is cheap to make, whole or in slices |
-
-References:
-  Xu et al., *GSPMD*, arXiv 2105.04663; the placements of ``torch.distributed.tensor`` (Shard, Replicate, Partial).
+References: Xu et al., *GSPMD*, arXiv 2105.04663; the placements of ``torch.distributed.tensor``.
 """
 
 import functools
@@ -31,20 +23,16 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Split:
-    """One slice per device: the dimension is `outer` blocks of `size`, and device i has the entries
-    from ``i * chunk`` to ``(i + 1) * chunk`` of each block.
+    """One slice per device: entries ``i * chunk`` to ``(i + 1) * chunk`` of each of `outer` blocks of a dimension."""
 
-    Usually there is one block. There are more if a batch was merged with a dimension before it, as
-    in a time-major reshape, or if two views of a batch were joined. Entries beyond a block are
-    padding: copies of the last real one (arbitrary for values stored between steps).
-    """
+    # There are several blocks if a batch was merged with a dimension before it, as in a time-major reshape, or if two
+    # views of a batch were joined. Entries beyond a block are padding: copies of the last real one (if stored, any).
 
     dim: int  # the split dimension
     size: int  # length of a block
     chunk: int  # length of a block on a device
     outer: int = 1  # number of blocks
-    # sharded between steps (`jaxdist.zero`) or computed only from such values; else of the batch
-    stored: bool = False
+    stored: bool = False  # sharded between steps or computed only from such values; else of the batch
     requested: bool = False  # `jaxdist.shard` or the optimizer's `init` requested this
     whole: bool = False  # each device also has the whole value, so using it needs no communication
 
@@ -76,14 +64,12 @@ class Partial:
 
     gradient: bool = False  # differentiation made it, and it may be sent compressed
     made: bool = True  # False for a loop's carry until a summand is added to it
-    # axes that the program is already placed over, along which this is a summand as well: one
-    # reduction covers them and this axis
-    owed: tuple[str, ...] = ()
+    owed: tuple[str, ...] = ()  # axes placed before, along which this is a summand too: one reduction covers all
 
 
 @dataclass(frozen=True)
 class Deferred:
-    """Cheap to make in any form."""
+    """Nothing on a device yet: cheap to make in any form."""
 
     const: Any = None  # the value of each entry, if known from the program
 
@@ -91,7 +77,7 @@ class Deferred:
 Placement = Replicated | Split | Partial | Deferred
 Form = Replicated | Split | Partial  # a placement that a device can hold, without further knowledge of the value
 
-REPLICATED, PARTIAL, DEFERRED = Replicated(), Partial(), Deferred()
+REPLICATED = Replicated()
 
 
 @functools.lru_cache(maxsize=65536)
@@ -108,8 +94,7 @@ def tile(dim: int, size: int, devices: int, stored: bool = False) -> Split:
 
 
 def tiles(dim: int, size: int, axes: Sequence[int], stored: bool = False) -> list[Split]:
-    """Slice a dimension over several axes of these sizes, outermost first, the same way as over one
-    axis with all their devices in order."""
+    """Slice a dimension over axes of these sizes, outermost first, as over one axis with all devices in order."""
     found: list[Split] = []
     for k in range(len(axes)):
         chunk = -(-size // math.prod(axes[k:])) * math.prod(axes[k + 1 :])
@@ -118,7 +103,7 @@ def tiles(dim: int, size: int, axes: Sequence[int], stored: bool = False) -> lis
     return found
 
 
-def local_shape(shape: Sequence[int], placement: Placement) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], placement: Placement | None) -> tuple[int, ...]:
     """Return the shape of a device's part."""
     return placement.shape(shape) if isinstance(placement, Split) else tuple(shape)
 
@@ -163,21 +148,17 @@ def _groups(shape: Sequence[int], new: Sequence[int]) -> Iterator[tuple[tuple[in
     i = j = 0
     while i < len(shape) or j < len(new):
         a, c = i, j
-        left = right = 1
-        if i < len(shape):
-            left, i = shape[i], i + 1
-        if j < len(new):
-            right, j = new[j], j + 1
-        while left != right:
+        i, j = min(i + 1, len(shape)), min(j + 1, len(new))
+        while (left := math.prod(shape[a:i])) != (right := math.prod(new[c:j])):
             if left < right and i < len(shape):
-                left, i = left * shape[i], i + 1
+                i += 1
             elif j < len(new):
-                right, j = right * new[j], j + 1
+                j += 1
             else:
                 break
-        while i < len(shape) and shape[i] == 1 and j >= len(new):
+        while j == len(new) and i < len(shape) and shape[i] == 1:
             i += 1
-        while j < len(new) and new[j] == 1 and i >= len(shape):
+        while i == len(shape) and j < len(new) and new[j] == 1:
             j += 1
         yield (a, i), (c, j)
 

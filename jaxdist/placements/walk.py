@@ -1,7 +1,4 @@
-"""The walk over a block: placements of values, and the forms in which operations take them.
-
-`SPECIAL` has the rules of operations that need more than factors; the modules of rules fill it.
-"""
+"""The walk over a block: placements of values, and the forms in which operations take them."""
 
 import functools
 import math
@@ -11,27 +8,13 @@ from typing import Any
 
 from jaxdist.errors import StepError
 from jaxdist.ir.operations import SAME_RANK, SHAPE_ONLY, is_deferrable
-from jaxdist.placements import rules
+from jaxdist.placements import rules, values
 from jaxdist.placements.block import Block, Node, added, number
 from jaxdist.placements.rules import Factors
 from jaxdist.placements.run import Cut, make_in_form, make_whole, run_as_is
 from jaxdist.placements.strategy import UNKNOWN, Move, Placed, Strategy, nbytes
 from jaxdist.placements.summands import is_zero, linear
-from jaxdist.placements.values import (
-    DEFERRED,
-    PARTIAL,
-    REPLICATED,
-    Deferred,
-    Form,
-    Partial,
-    Placement,
-    Replicated,
-    Split,
-    form,
-    is_wide,
-    related,
-    tile,
-)
+from jaxdist.placements.values import REPLICATED, Deferred, Form, Partial, Placement, Replicated, Split, form, tile
 
 
 @dataclass(frozen=True)
@@ -120,21 +103,18 @@ class Walk:
 
     def strategy(self, node: Node) -> Strategy:
         """Choose how to run an operation, given the placements of its operands."""
-        first, *others = self.options(node)
-        self.offers += [(node, one) for one in others]
-        return next((one for one in others if one.name == self.choice.names.get(id(node))), first)
-
-    def options(self, node: Node) -> list[Strategy]:
-        """Return the ways to run an operation; the first sends least for it alone."""
         ins = [self.at[i] for i in node.ins]
         if unknown := [type(e).__name__ for e in node.eqn.effects if type(e).__name__ not in _EFFECTS]:
             raise refuse(node, f"its effect ({unknown[0]}) is not possible on several devices")
         if any(isinstance(p, Partial) for p in ins) and (strategy := linear(self, node, ins)):
-            return [strategy]
+            return strategy
         for k, i in enumerate(node.ins):
             if isinstance(ins[k], Partial):
                 ins[k] = self.slices.get(i, ins[k])
-        return [self._alone(node, ins), *(one for rule in OFFERS.get(node.name, ()) if (one := rule(self, node, ins)))]
+        usual = self._alone(node, ins)
+        offers = [one for rule in OFFERS.get(node.name, ()) if (one := rule(self, node, ins))]
+        self.offers += [(node, one) for one in offers]
+        return next((one for one in offers if one.name == self.choice.names.get(id(node))), usual)
 
     def _alone(self, node: Node, ins: Sequence[Placement]) -> Strategy:
         """Return the strategy that sends least for an operation alone."""
@@ -156,7 +136,7 @@ class Walk:
                 const = ins[0].const if known else None  # type: ignore[union-attr]
                 return Strategy([None] * len(ins), [Deferred(const)], make=make_in_form, slicewise=entrywise)
         if node.name == "random_split" and node.outs:
-            return Strategy([None], [DEFERRED], make=make_whole)
+            return Strategy([None], [Deferred()], make=make_whole)
         return Strategy([REPLICATED] * len(ins), [REPLICATED] * len(node.outs), run_as_is)
 
     def whole(self, node: Node, ins: Sequence[Placement]) -> Strategy:
@@ -181,7 +161,7 @@ class Walk:
             own = self.block.avals[i].shape
             dims = [d for d in range(len(shape)) if shape[d] == own[p.dim]]
             if node.name == "reshape":
-                dims += related(own, shape, p.dim)
+                dims += values.related(own, shape, p.dim)
             elif node.name in SAME_RANK and len(shape) > p.dim:
                 dims.append(p.dim)
             dims = [d for d in dims if shape[d] >= self.n]
@@ -210,12 +190,11 @@ class Walk:
         found: dict[tuple[int, int, int, int], Split] = {}
         batch = [p for p in ins if isinstance(p, Split) and not p.stored]
         for p, dims in zip(ins, described.operands, strict=True):
-            if isinstance(p, Split) and not (batch and p.stored) and dims[p.dim] is not None:
-                factor = dims[p.dim]
-                assert factor is not None
-                key = (factor, p.size, p.chunk, p.outer)
-                if key not in found or (found[key].stored and not p.stored):
-                    found[key] = p
+            if not isinstance(p, Split) or (batch and p.stored) or (factor := dims[p.dim]) is None:
+                continue
+            key = (factor, p.size, p.chunk, p.outer)
+            if key not in found or (found[key].stored and not p.stored):
+                found[key] = p
         if not found and batch:
             # A gathered operand must not make the rest N-fold: cut values that all devices have.
             length = {
@@ -223,11 +202,11 @@ class Walk:
             }
             shape, dims = self.block.avals[node.outs[0]].shape, described.results[0]
             taken = {factor for operand in described.operands for factor in operand}
-            for same in (True, False) if node.name == "gather" else (True,):
-                for d, factor in enumerate(dims):
-                    if factor in taken - {None} and shape[d] >= self.n and (shape[d] in length) == same:
-                        assert factor is not None
-                        return [(factor, tile(0, shape[d], self.n))]
+            fits = [(n not in length, factor, n) for n, factor in zip(shape, dims, strict=True)
+                    if factor is not None and factor in taken and n >= self.n]  # fmt: skip
+            other, factor, size = min(fits, key=lambda fit: fit[0], default=(True, 0, 0))
+            if fits and (node.name == "gather" or not other):
+                return [(factor, tile(0, size, self.n))]
         return [(key[0], found[key]) for key in sorted(found)]
 
     def cut(
@@ -244,11 +223,11 @@ class Walk:
             own = replace(split, stored=stored, requested=False, whole=False)
             gives += [own.at(dims.index(factor)) for dims in described.results]
         elif kind == "sum":
-            if not all(is_wide(self.block.avals[o].dtype) for o in node.outs):
+            if not all(values.is_wide(self.block.avals[o].dtype) for o in node.outs):
                 return None
             gives += [Partial(gradient=node.backward)] * len(node.outs)
             if described.onto is not None and factor not in described.operands[described.onto]:
-                takes[described.onto] = PARTIAL
+                takes[described.onto] = Partial()
         else:
             gives += [REPLICATED] * len(node.outs)
         run = Cut(described, factor, split, kind)
@@ -274,28 +253,22 @@ _EFFECTS = {"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "IOEffect", 
 
 
 Special = Callable[[Walk, Node, Sequence[Placement]], Strategy | None]
-SPECIAL: dict[str, list[Special]] = {}
-"""Operations that need more than factors, with their rules; if all return None, factors apply."""
+SPECIAL: dict[str, list[Special]] = {}  # rules of operations that need more than factors, which apply if all give None
+OFFERS: dict[str, list[Special]] = {}  # rules for options next to the default, with names; `options` decides
 
 
-OFFERS: dict[str, list[Special]] = {}
-"""Further options of operations; `jaxdist.placements.options` decides which to use."""
+def _enter(table: dict[str, list[Special]], *names: str) -> Callable[[Special], Special]:
+    """Return a decorator that adds a rule to a table."""
+
+    def enter(rule: Special) -> Special:
+        for name in names:
+            table.setdefault(name, []).append(rule)
+        return rule
+
+    return enter
 
 
-def special(*names: str) -> Callable[[Special], Special]:
-    """Add a rule to the table."""
-    return functools.partial(_enter, SPECIAL, names)
-
-
-def offer(*names: str) -> Callable[[Special], Special]:
-    """Add a rule for an option next to the default; the rule names it."""
-    return functools.partial(_enter, OFFERS, names)
-
-
-def _enter(table: dict[str, list[Special]], names: Sequence[str], rule: Special) -> Special:
-    for name in names:
-        table.setdefault(name, []).append(rule)
-    return rule
+special, offer = functools.partial(_enter, SPECIAL), functools.partial(_enter, OFFERS)
 
 
 def refuse(node: Node, why: str) -> StepError:
@@ -305,6 +278,4 @@ def refuse(node: Node, why: str) -> StepError:
 
 def settled(placement: Placement) -> Placement:
     """Return the placement of a value passed into control flow: a deferred one is made whole."""
-    if isinstance(placement, Deferred):
-        return Replicated(placement.const)
-    return placement
+    return Replicated(placement.const) if isinstance(placement, Deferred) else placement
