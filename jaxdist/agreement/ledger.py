@@ -68,8 +68,7 @@ class Ledger:
         self._output = output
 
     def waits(self, entry: Entry) -> bool:
-        """Check whether a call must be compared first: it is not expected, a rank waits for the comparison, or the
-        call before has failed."""
+        """Check whether a call must be compared first: unexpected, awaited by a rank, or after one that failed."""
         with self._lock:
             waiting = [entry.position for *_, entry in self._control.waiting.values()]
             return self.unsettled or not self._foreseen(entry) or self.count in (*waiting, *self._announced.values())

@@ -18,8 +18,7 @@ class Meshes:
         self._connected: set[Mesh] = set()
 
     def connect(self, mesh: Mesh) -> None:
-        """Connect the processes that differ along some axes of a mesh only, when all are here: not when one of them
-        first compiles a step. Every rank calls it, with meshes in the same order."""
+        """Connect the processes of a mesh along its axes, now that all are here. Every rank calls it."""
         ranks, names = ranks_of(mesh), [axis.name for axis in passes(mesh)]
         size = self._context.size
         in_order = list(mesh.devices.flat) == self._context.devices

@@ -71,32 +71,27 @@ def compare(context: Context, tree: Any, tag: str, prefix: str) -> None:
 
     def examine() -> Part[list[Leaf]]:
         try:
-            leaves = describe(tree)
+            leaves = [_leaf(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
         except Exception as error:
             raise SyncError(f"{prefix} can't be compared: {in_words(error)}") from error
         kinds = [(leaf.name, leaf.kind) for leaf in leaves]
         uniform = all(len({s for _, s in sums}) == 1 for leaf in leaves for _, sums in leaf.parts)
         bits = grouped((part, (leaf.name, sums[0][1])) for leaf in leaves for part, sums in leaf.parts)
-        return Part(leaves, told=(_digest(kinds), uniform, {part: _digest(own) for part, own in bits.items()}))
+        digest = _digest(kinds) if uniform else ""
+        return Part(leaves, told=(digest, {part: _digest(own) for part, own in bits.items()}))
 
     leaves, told = on_every_rank(context, tag, examine, raises=(SyncError,))
-    parts = grouped(one for *_, own in told for one in own.items())
-    same = len({digest for digest, *_ in told}) == 1 and all(len(set(digests)) == 1 for digests in parts.values())
-    if same and all(uniform for _, uniform, _ in told):
+    digests, parts = {digest for digest, _ in told}, grouped(one for _, own in told for one in own.items())
+    if len(digests) == 1 and "" not in digests and all(len(set(own)) == 1 for own in parts.values()):
         return
-    found = differences(context.control.exchange(f"{tag} details", leaves, context.timeout))
+    found = _differences(context.control.exchange(f"{tag} details", leaves, context.timeout))
     if not found:
         raise SyncError(f"{prefix}: the ranks have the same leaves in a different order")
     more = f" ({len(found) - 1} more of its leaves differ.)" if len(found) > 1 else ""
     raise SyncError(f"{prefix}{found[0]}.{more} {_ADVICE}")
 
 
-def describe(tree: Any) -> list[Leaf]:
-    """Return the compared properties of each leaf of a tree. Waits for its arrays."""
-    return [_leaf(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def differences(everyone: Sequence[Sequence[Leaf]]) -> list[str]:
+def _differences(everyone: Sequence[Sequence[Leaf]]) -> list[str]:
     """A line for each leaf that is not the same everywhere."""
     tables = [{leaf.name: leaf for leaf in leaves} for leaves in everyone]
     found = []
@@ -128,6 +123,7 @@ def _places(group: Sequence[tuple[int, str]], holders: Sequence[int]) -> str:
 
 
 def _leaf(name: str, x: Any) -> Leaf:
+    """The compared properties of a leaf. Waits for it."""
     if isinstance(x, (jax.Array, Padded)):
         array = physical(x)
         if array.is_deleted():

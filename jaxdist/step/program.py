@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import compat
 from jaxdist.agreement.calls import Traced
 from jaxdist.communicators import Rules, compiler_options, default_bucket_bytes, lowering
+from jaxdist.ir.fingerprint import dataflow
 from jaxdist.ir.interpreter import Interpreter
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, MODEL, data_size
@@ -71,7 +72,8 @@ class Program:
     @functools.cached_property
     def traced(self) -> Traced:
         """The program of a device and the step that it is of, which ranks compare."""
-        return Traced(self.placed.emitted[0], self.placed.step.jaxpr)
+        program = self.placed.emitted[0]
+        return Traced(program, self.placed.step.jaxpr, dataflow(program))
 
     def taken(self, state: Sequence[Any]) -> list[Any]:
         """The arrays among the leaves of the state whose memory it may take."""
