@@ -42,10 +42,9 @@ class Ledger:
         self._last, self._run = b"", 0  # the last call, and how often it was made in a row
         self._turns: dict[tuple[bytes, int], bytes] = {}  # the call that followed a run of equal calls
         self._announced: dict[int, int] = {}  # where other ranks are that make a call nobody expects
-        self._alone = context.size == 1
         self._thread: threading.Thread | None = None  # that has made the last call
         self._output: jax.Array | None = None  # of its program
-        if not self._alone:
+        if context.size > 1:
             self._control.position = lambda: self.count
             self._control.listen("enter", lambda rank, entry: self._waits(rank, *entry))
             self._control.listen(_NEXT, self._announces)
@@ -56,7 +55,7 @@ class Ledger:
         """Begin a call: wait for the one before, if a different thread made it."""
         # XLA runs the programs of one thread on CPUs one after the other. Those of two run at once, and would take each
         # other's messages.
-        if self._alone or (thread := threading.current_thread()) is self._thread:
+        if self._control.size == 1 or (thread := threading.current_thread()) is self._thread:
             return
         output, self._output, self._thread = self._output, None, thread
         with contextlib.suppress(RuntimeError):  # it was donated to a later program, or its own program failed

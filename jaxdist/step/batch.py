@@ -19,11 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-INDICES = (
+INDICES = (  # follows advice about `batch_argnums`: jaxdist cannot know which numbers are indices
     "A batch is the parts of all ranks, one after the other: positions within a part (the edges of a graph, say) need "
     "the entries of the ranks before it added, edges + rank * nodes"
 )
-"""Follows advice about `batch_argnums` in several processes: jaxdist cannot know which numbers are indices."""
 
 
 class Argument(NamedTuple):
@@ -88,9 +87,6 @@ class BatchPart(np.ndarray):
     Made by `jaxdist.loader`. What numpy makes of it is a plain array."""
 
     total: int  # examples of all parts, without the copies
-
-    def __array_finalize__(self, other: Any) -> None:
-        pass
 
 
 def batch_part(x: Any, total: int) -> Any:

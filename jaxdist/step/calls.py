@@ -26,8 +26,8 @@ from jaxdist.runtime.compiler import settings as of_jax
 from jaxdist.runtime.context import Context, machine_of
 from jaxdist.step import batch, finite, modules
 from jaxdist.step.calling import Settings
-from jaxdist.step.known import Known, Taken, check_there
-from jaxdist.step.placer import ELSEWHERE, Placer, checksum, spans
+from jaxdist.step.known import Known, check_there, taken
+from jaxdist.step.placer import ELSEWHERE, Placer, batch_key, checksum, spans
 from jaxdist.step.program import Program, ProgramCache
 from jaxdist.step.reading import Reader
 from jaxdist.step.signature import Signature, flat
@@ -54,7 +54,6 @@ class Calls:
         self._known: dict[Any, Known] = {}  # by all that a program is for
         self._agreed: set[bytes] = set()  # digests of calls that all ranks have made
         self._unsure: set[Signature] = set()  # of calls in which all ranks have passed the same batch so far
-        self._taken = Taken(base)
         self._warned = False  # of what is gathered
 
     def clear(self) -> None:
@@ -86,12 +85,12 @@ class Calls:
         result, found = self._call(known, state, batch)
         program, name, call = known.program, self.name, self.number
         if program.donated:
-            self._taken.step, self._taken.call, self._taken.state = name, call, program.taken(state)
+            taken[self] = name, call, (gone := program.taken(state))
             if program.virtual:  # where NumPy looks at one device's part JAX keeps it, and would crash on the others
-                for x in self._taken.state:
+                for x in gone:
                     x.delete()
         if found is not None:
-            kinds = (True, True) if self._settings.check_finite else self.cache.looked_for or (True, True)
+            kinds = (not self._settings.check_finite and self.cache.looked_for) or (True, True)
             finite.examine(program.placed.step.checked, found, self.mesh, f"step {name!r}, call {call}: ", kinds)
         if self._settings.check_every and call % self._settings.check_every == 0:
             sync.compare(self.context, result, f"check of {name} call {call}", f"step {name!r}, call {call}: result")
@@ -121,12 +120,12 @@ class Calls:
     ) -> tuple[Known, Sequence[int] | None]:
         """Return the call for these arguments; unless it is the latest, also the leaves of the state that must move."""
         settings, latest = (trace_settings(), self.cache.looked_for), self._latest.get(tree)
-        if latest is not None and latest.fits(leaves, self.placer.batch_key, settings) and not latest.gone(leaves):
+        if latest is not None and latest.fits(leaves, settings) and not latest.gone(leaves):
             return latest, None
         check_there(self.name, self._settings.calling, args, keywords, leaves)
         signature = self.reader.signature(args, keywords, leaves, tree)
         data = signature.data(leaves)
-        own = [self.placer.batch_key(data[i]) for i in signature.batch]
+        own = [batch_key(data[i]) for i in signature.batch]
         kept = [(_type(data[i]), self.placer.layout(data[i])) for i in signature.state]
         key = signature, settings, *own, *kept
         known = self._known.get(key)
@@ -162,10 +161,7 @@ class Calls:
         placed = [one.placed for one in made.placed.emitted[1]]
         if not placed or not self.context.is_root or self._warned:
             return
-        text = report.warning(placed)
-        if self._settings.batch_argnums is None:
-            text = text or made.placed.unsplit()
-        if text:
+        if text := report.warning(placed) or (self._settings.batch_argnums is None and made.placed.unsplit()):
             self._warned = True  # and once of a step that is decorated anew, in a loop or for each trial
             say_once(f"step {self.reader.name!r}: {text}")
 
@@ -173,8 +169,7 @@ class Calls:
 
     @property
     def _with_bits(self) -> bool:
-        """Check whether this call compares the copies of state, which code outside of the step may have changed on
-        some ranks: in the first, second, fourth, eighth, ..."""
+        """Check whether this call compares the copies of state, which code of some ranks may have changed."""
         return self.number & (self.number - 1) == 0
 
     @property
@@ -302,15 +297,11 @@ def _type(x: Any) -> Any:
     return (x.shape, x.dtype, getattr(x, "weak_type", None)) if hasattr(x, "shape") else type(x)
 
 
-def _dtype_of(x: Any) -> Any:
-    # The dtype after conversion: with jax_enable_x64 on one rank alone, NumPy's float64 differs between ranks.
-    return (
-        jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True) if hasattr(x, "dtype") else type(x).__name__
-    )
-
-
 def _type_of(x: Any) -> str:
-    return type_text(_dtype_of(x), np.shape(x)) + (f" of {x.total} in all" if isinstance(x, batch.BatchPart) else "")
+    own = type(x).__name__
+    if hasattr(x, "dtype"):  # with jax_enable_x64 on one rank alone, NumPy's float64 differs between ranks
+        own = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+    return type_text(own, np.shape(x)) + (f" of {x.total} in all" if isinstance(x, batch.BatchPart) else "")
 
 
 def _value(x: Any, placer: Placer, own: bool, copies: bool) -> int | None:

@@ -36,13 +36,10 @@ class Placer:
 
     def layout(self, x: Any) -> Any:
         """Return a leaf's layout on the mesh, None if it is whole, `ELSEWHERE` if it is not on the mesh."""
-        padded = type(x) is Padded
-        if not padded and not isinstance(x, jax.Array):
-            return ELSEWHERE
-        own = x.sharding
+        own = x.sharding if isinstance(x, (Padded, jax.Array)) else None
         if not isinstance(own, NamedSharding) or not self.is_ours(own.mesh):
             return ELSEWHERE
-        if padded:
+        if type(x) is Padded:
             return x.layout
         host = own.memory_kind == HOST
         if not host and own.memory_kind != self.state_sharding.memory_kind:
@@ -57,8 +54,7 @@ class Placer:
         return in_a_row(mesh) == self.mesh
 
     def check(self, signature: Signature, leaves: Sequence[Any]) -> None:
-        """Refuse state that is sharded over devices outside this mesh, and what this process can't pass as its part of
-        the batch."""
+        """Refuse state on devices outside this mesh, and what cannot be this process's part of the batch."""
         everywhere = data_size(self.mesh)
         own = 1 if self.processes == 1 else max(1, everywhere // self.parts * len(self.own))
         for name, is_batch, x in zip(signature.names, signature.is_batch, leaves, strict=True):
@@ -128,8 +124,7 @@ class Placer:
         return jax.make_array_from_callback(np.shape(x), self.state_sharding, lambda index: np.array(x[index]))
 
     def place_batch(self, leaves: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
-        """Each process's part of the batch as one global array, the parts in the order of their places on the axis of
-        data; with its padding."""
+        """The processes' parts of the batch as global arrays, in the order of the data axis, padded."""
         if self.mesh.size == 1:
             local = set(self.local_devices)
             own = lambda x: type(x) is np.ndarray or (isinstance(x, jax.Array) and x.devices() == local)
@@ -161,10 +156,6 @@ class Placer:
         array = jax.make_array_from_single_device_arrays(shape, first, shards)
         return _mover(place, how, (total, *shape[1:]))(array) if moves else array
 
-    def batch_key(self, x: Any) -> Any:
-        """The properties of a leaf of the batch that decide which program runs."""
-        return np.shape(x), getattr(x, "dtype", None), getattr(x, "weak_type", False), getattr(x, "total", None)
-
     def logical_batch(self, x: Any) -> jax.ShapeDtypeStruct:
         """The type of a leaf of the batch as the step sees it: with the examples of all processes."""
         aval = jax.typeof(physical(x))
@@ -177,6 +168,11 @@ class Placer:
     def _everywhere(self, rows: int) -> int:
         """Return the number of examples of all processes, given this one's."""
         return rows * self.parts // max(1, len(self.own))
+
+
+def batch_key(x: Any) -> Any:
+    """The properties of a leaf of the batch that decide which program runs."""
+    return np.shape(x), getattr(x, "dtype", None), getattr(x, "weak_type", False), getattr(x, "total", None)
 
 
 def without_aliases(state: Sequence[Any]) -> list[Any]:
@@ -239,12 +235,7 @@ def spans(x: Any) -> bool:
 
 def checksum(x: Any) -> int:
     """A checksum of the bytes, type and shape of a leaf that this process has whole."""
-    if isinstance(x, jax.Array):
-        if batch.is_keys(x):
-            x = jax.random.key_data(x)
-        if not x.is_fully_addressable:
-            return 0
-    return fingerprint.checksum(np.asarray(x))
+    return fingerprint.checksum(np.asarray(jax.random.key_data(x) if batch.is_keys(x) else x))
 
 
 def _filled(x: Any, how: Layout) -> Any:

@@ -31,21 +31,17 @@ from jaxdist.step.callbacks import Callbacks
 from jaxdist.step.calling import COMPRESSIONS, Settings
 from jaxdist.step.placed import PlacedStep
 from jaxdist.step.placer import Placer, abstract
-from jaxdist.step.signature import Signature, constants_back, has_constants, picker
+from jaxdist.step.signature import Signature, constants_back, constants_of, picker
 from jaxdist.step.tracing import StepJaxpr, TracedStep, jaxpr_of, traced
 
+# Calls after which a program waits for its results on virtual devices. XLA starts programs on the threads that run
+# them. Once 32 (of all programs) are under way on a device, it waits there for one to end, which has no thread to run
+# on where there are as many threads as devices, and after a minute it ends the process.
 _AHEAD = 4
-"""Calls after which a program waits for its results on virtual devices.
-
-XLA starts programs on the threads that run them. Once 32 are under way on a device it waits there for one to end, which
-has no thread to run on where there are as many threads as devices, and after a minute XLA ends the process. Other
-programs count as well.
-"""
 
 
 class Program:
-    """The function ``(state leaves, batch leaves) -> step's result, findings`` on global arrays, for arguments of one
-    type, compiled."""
+    """The function ``(state leaves, batch leaves) -> step's result, findings`` on global arrays of one type."""
 
     def __init__(self, placed: PlacedStep, donate: Collection[int], name: str = "step"):
         self.placed = placed
@@ -55,18 +51,17 @@ class Program:
         self._pick = picker(self._order[0]), picker(self._order[1])
         self.virtual = placed.mesh.devices.flat[0].platform == "cpu" and len(placed.mesh.local_devices) > 1
         self._calls, self._callbacks = 0, Callbacks()
-        self._has_constants = has_constants(placed.step.tree)
+        self._has_constants = bool(constants_of(placed.step.tree))
         self._padded_results: list[tuple[int, Layout]] = []
         run = functools.partial(self._run)
         run.__name__ = name  # type: ignore[attr-defined]
-        mesh = placed.mesh
-        state, batch = ([sharding(mesh, how) for how in held] for held in (placed.state, placed.batch))
+        state, batch = ([sharding(placed.mesh, how) for how in held] for held in (placed.state, placed.batch))
         self._jitted = jax.jit(
             run,
             in_shardings=(*([state[k] for k in ks] for ks in self._order), batch),
             out_shardings=placed.result_shardings(),
             donate_argnums=(0,) if self.donated else (),
-            compiler_options=compiler_options(mesh) or None,
+            compiler_options=compiler_options(placed.mesh) or None,
         )
 
     @functools.cached_property
@@ -80,7 +75,6 @@ class Program:
         return list(self._pick[0](state))
 
     def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> tuple[Any, Any]:
-        """Run it."""
         args = list(self._pick[0](state)), list(self._pick[1](state)), batch
         outs, found = self._jitted(*args), None
         self._callbacks.check(outs)
@@ -151,8 +145,8 @@ class ProgramCache:
         self._settings, self._mesh, self._placer, self._machine = settings, mesh, placer, machine
         self._communicator = communicator
         self._jaxprs: dict[Any, StepJaxpr] = {}
-        self.traces: dict[Any, TracedStep] = {}
-        self.programs: dict[Any, Program] = {}
+        self._traces: dict[Any, TracedStep] = {}
+        self._programs: dict[Any, Program] = {}
         self.looked_for: tuple[bool, bool] | None = None
 
     @contextlib.contextmanager
@@ -166,10 +160,9 @@ class ProgramCache:
             self.looked_for = None
 
     def clear(self) -> None:
-        """Forget them."""
         self._jaxprs.clear()
-        self.traces.clear()
-        self.programs.clear()
+        self._traces.clear()
+        self._programs.clear()
 
     def types(self, signature: Signature, leaves: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """Return the types of a call's leaves as the step sees them: the batch has the examples of all ranks."""
@@ -177,8 +170,7 @@ class ProgramCache:
         return [logical(x) if b else abstract(x) for x, b in zip(leaves, signature.is_batch, strict=True)]
 
     def program(self, signature: Signature, leaves: Sequence[Any]) -> Program:
-        """The program for leaves that come as these do: what comes in shards, or in the host's memory, stays there; the
-        rest is as the step wants it."""
+        """The program for leaves that come like these: where they are in shards, or else as the step wants them."""
         trace = self.traced(signature, leaves)
         layouts: list[Any] = list(trace.layouts)
         groups = trace.groups
@@ -190,10 +182,10 @@ class ProgramCache:
             if isinstance(how, Layout) and own in (1, groups):  # one step has groups of one size
                 layouts[i] = on_host(how, (), 0) if wanted and wanted.host else how
         key = (trace, *layouts)
-        if key not in self.programs:
-            communicator, mesh = self._communicator, self._mesh
-            self.programs[key] = self.make(trace, signature, self.types(signature, leaves), layouts, mesh, communicator)
-        return self.programs[key]
+        if key not in self._programs:
+            types = self.types(signature, leaves)
+            self._programs[key] = self.make(trace, signature, types, layouts, self._mesh, self._communicator)
+        return self._programs[key]
 
     def jaxpr(self, signature: Signature, types: Sequence[Any]) -> StepJaxpr:
         """The step for leaves of these types, traced once."""
@@ -209,23 +201,18 @@ class ProgramCache:
         """Return the step traced for a call with these leaves, analyzed."""
         types = self.types(signature, leaves)
         step = self.jaxpr(signature, types)
-        layouts, key = self._settings.layouts, (signature, (id(step), False))
-        given = self._cut_by_model(signature, leaves) if layouts is None else {}
-        if given and key not in self.traces:  # which are searched for, where nothing comes cut
-            key = (signature, (id(step), True))
-        if key not in self.traces:
+        layouts, key, given = self._settings.layouts, (signature, id(step), False), dict[int, int]()
+        if layouts is None and self._mesh.shape.get(MODEL, 1) > 1:
+            kept = [(i, self._placer.layout(leaves[i])) for i in signature.state]
+            given = {i: cut.dim for i, how in kept if isinstance(how, Layout) and (cut := how.by(MODEL))}
+        if given and key not in self._traces:  # which are searched for, where nothing comes cut
+            key = (signature, id(step), True)
+        if key not in self._traces:
             found = traced(step, signature, types, self._mesh, self._machine, layouts=layouts, given=given)
             if found.marks.offloaded and self._machine.has_own_memory:
                 check_host_memory(self._mesh)
-            self.traces[key] = found
-        return self.traces[key]
-
-    def _cut_by_model(self, signature: Signature, leaves: Sequence[Any]) -> dict[int, int]:
-        """The leaves that come cut by the model axis, and the dimension."""
-        if self._mesh.shape.get(MODEL, 1) == 1:
-            return {}
-        kept = [(i, self._placer.layout(leaves[i])) for i in signature.state]
-        return {i: cut.dim for i, how in kept if isinstance(how, Layout) and (cut := how.by(MODEL))}
+            self._traces[key] = found
+        return self._traces[key]
 
     def make(
         self,
@@ -245,10 +232,7 @@ class ProgramCache:
         if bucket_bytes is None:
             bucket_bytes = default_bucket_bytes(communicator, mesh, trace.infer.machine)
         compress = COMPRESSIONS[of.compress] if of.compress else None
-        name = getattr(of.step, "__name__", "step")
-        layouts = [
-            of_batch(a.shape, mesh) if is_batch else how
-            for is_batch, a, how in zip(signature.is_batch, avals, layouts, strict=True)
-        ]
+        leaves = zip(signature.is_batch, avals, layouts, strict=True)
+        layouts = [of_batch(a.shape, mesh) if is_batch else how for is_batch, a, how in leaves]
         placed = PlacedStep(trace, signature, avals, layouts, mesh, communicator, bucket_bytes, compress)
-        return Program(placed, donate, name)
+        return Program(placed, donate, getattr(of.step, "__name__", "step"))

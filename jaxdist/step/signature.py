@@ -57,15 +57,13 @@ class Signature:
 
     @property
     def key(self) -> Any:
-        """The same for the same signature; (it is not compared by it itself, which would take time at each call)."""
+        """Equal for equal signatures, which are compared by identity to save time at each call."""
         return self.tree, self.is_batch, self.names, self.parameters, self.keywords, self.numbers
 
     @functools.cached_property
     def constants(self) -> tuple[tuple[str, str], ...]:
         """Name and value of each constant among the arguments, as texts that are the same on ranks where they are."""
-        marked = jax.tree.unflatten(self.tree, [0] * self.tree.num_leaves)
-        found = jax.tree_util.tree_leaves_with_path(marked, is_leaf=_is_static)
-        return tuple((leaf_name(self.parameters, path), _in_words(x.value)) for path, x in found if _is_static(x))
+        return tuple((leaf_name(self.parameters, path), _in_words(value)) for path, value in constants_of(self.tree))
 
     @functools.cached_property
     def state(self) -> tuple[int, ...]:
@@ -114,9 +112,11 @@ def _is_static(leaf: Any) -> bool:
     return isinstance(leaf, Static)
 
 
-def has_constants(tree: Any) -> bool:
+def constants_of(tree: Any) -> list[tuple[Any, Any]]:
+    """Path and value of each `Static` node of a structure."""
     marked = jax.tree.unflatten(tree, [0] * tree.num_leaves)
-    return any(map(_is_static, jax.tree.leaves(marked, is_leaf=_is_static)))
+    found = jax.tree_util.tree_leaves_with_path(marked, is_leaf=_is_static)
+    return [(path, x.value) for path, x in found if _is_static(x)]
 
 
 def _in_words(value: Any) -> str:

@@ -139,7 +139,7 @@ def jaxpr_of(
         result = jax.tree.map(lambda x: x if is_array(x) and not isinstance(x, constant) else Static(x), result)
         outs, tree = jax.tree.flatten(result)
         trees.append((tree, tuple(found.names)))
-        return [*outs, found.everywhere()] if found.names else outs
+        return [*outs, jnp.stack(found.counts, 1)] if found.names else outs
 
     with contextlib.suppress(AttributeError, TypeError):  # errors of JAX then name the step and its arguments
         functools.update_wrapper(flat, step, updated=())
