@@ -5,7 +5,6 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, cast, overload
 
 import jax
@@ -73,7 +72,7 @@ class DataParallel(Generic[P, R]):
         calls, config, keywords = self._calls(args, kwargs), cast("Any", jax.config), ()
         if config.jax_disable_jit:
             return self._op_by_op(calls, args, kwargs)
-        if kwargs or not self._settings.calling.plain:
+        if kwargs or self._settings.calling.static:
             args, keywords = self._settings.calling.arrange(args, kwargs)
         if config.jax_debug_nans or config.jax_debug_infs:  # counted in the step: JAX would look in our code
             with calls.cache.looking_for((config.jax_debug_nans, config.jax_debug_infs)):
@@ -109,8 +108,7 @@ class DataParallel(Generic[P, R]):
     @api_boundary
     @under_no_mesh
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
-        """The program for these arguments, lowered and not yet compiled, to look at: its text, cost and memory. Nothing
-        is sent."""
+        """The program for these arguments, lowered and not yet compiled. Nothing is sent."""
         calls = self._calls(args, kwargs)
         signature, leaves = self._read(calls, args, kwargs)
         calls.placer.check(signature, leaves)
@@ -164,7 +162,7 @@ class DataParallel(Generic[P, R]):
         """The fastest mesh for a call, the same on every rank, and why. Every rank calls it."""
 
         def part() -> Part[tuple[Mesh, str]]:
-            mesh, why = choose(self.forecast(context.mesh, machine_of(context.mesh), args, kwargs, parts=True), context)
+            mesh, why = choose(self.forecast(context.mesh, machine_of(context.mesh), args, kwargs, True), context)
             return Part((mesh, why), (("mesh", said(mesh.shape)),))
 
         advice = lambda _: "Give the sizes of its axes, or the same JAXDIST_MACHINE on all ranks"
@@ -175,15 +173,9 @@ class DataParallel(Generic[P, R]):
 
     @under_no_mesh
     def forecast(
-        self,
-        mesh: Mesh,
-        machine: Machine,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] = MappingProxyType({}),
-        parts: bool = False,
+        self, mesh: Mesh, machine: Machine, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: bool
     ) -> Forecast:
-        """A call on other devices than those of its own mesh, which need not be here (see `jaxdist.step.forecast`); its
-        batch is whole, or each process has its part."""
+        """A call on devices that need not be here; its batch is whole, or this process's part of one."""
         if self._settings.mesh is not None:
             other: DataParallel[P, R] = DataParallel(dataclasses.replace(self._settings, mesh=None))
             return other.forecast(mesh, machine, args, kwargs, parts)

@@ -27,7 +27,6 @@ class Placer:
     def __init__(self, context: Context, mesh: Mesh, passed: Mesh | None = None):
         self.context, self.mesh, self.passed = context, mesh, passed or mesh
         self.state_sharding = sharding(mesh, None)
-        self.local_devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
         self.processes = len({d.process_index for d in mesh.devices.flat})
         self.shared = parts_of_batch(self.passed)
         self.parts = len(self.shared)
@@ -126,7 +125,7 @@ class Placer:
     def place_batch(self, leaves: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
         """The processes' parts of the batch as global arrays, in the order of the data axis, padded."""
         if self.mesh.size == 1:
-            local = set(self.local_devices)
+            local = set(self.mesh.local_devices)
             own = lambda x: type(x) is np.ndarray or (isinstance(x, jax.Array) and x.devices() == local)
             if all(map(own, leaves)):  # jit itself is faster
                 return list(leaves)

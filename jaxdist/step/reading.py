@@ -31,7 +31,6 @@ class Reader:
         self._placer, self._cache = placer, cache
         self.signatures: dict[Any, Signature] = {}  # of earlier calls, by their structure and constants
         self._numbers: dict[Any, frozenset[int]] = {}  # by structure
-        self._made: dict[Any, Signature] = {}
         self._warned = False  # that all ranks pass the same batch
 
     def constants(self, tree: Any, leaves: Sequence[Any]) -> tuple[tuple[int, type, Any], ...]:
@@ -65,11 +64,8 @@ class Reader:
         signature = Signature(tree, (False,) * len(names), names, tuple(parameters), keywords, numbers)
         leaves = [x for _, x in paths]
         if self._declared is not None:
-            signature = signature.with_batch(self._chosen(self._declared, args, signature, leaves))
-        else:
-            signature = self._by_structure(signature, leaves)
-        # The same object for the same signature: programs are kept by it.
-        return self._made.setdefault(signature.key, signature)
+            return signature.with_batch(self._chosen(self._declared, args, signature, leaves))
+        return self._by_structure(signature, leaves)
 
     def _by_structure(self, signature: Signature, leaves: Sequence[Any]) -> Signature:
         """The signature with the batch as `jaxdist.step.batch` says."""

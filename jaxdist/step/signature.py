@@ -36,7 +36,7 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, _DATA) or hasattr(leaf, "__array__")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Signature:
     """The structure of a call. A compiled program is specific to it, and to shapes and dtypes."""
 
@@ -44,8 +44,8 @@ class Signature:
     is_batch: tuple[bool, ...]  # for each leaf, whether it belongs to the batch
     names: tuple[str, ...]  # how messages call each leaf
     parameters: tuple[str, ...]  # how they call each argument
-    keywords: tuple[str, ...] = ()  # names of the last arguments, which go by keyword
-    numbers: frozenset[int] = frozenset()
+    keywords: tuple[str, ...]  # names of the last arguments, which go by keyword
+    numbers: frozenset[int]  # positions of leaves that are numbers and constants
 
     def data(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves that are data, of all leaves of the arguments; the others are constants of the program."""
@@ -54,11 +54,6 @@ class Signature:
     def with_batch(self, positions: Collection[int]) -> "Signature":
         """The same with these leaves as the batch."""
         return dataclasses.replace(self, is_batch=tuple(i in positions for i in range(len(self.names))))
-
-    @property
-    def key(self) -> Any:
-        """Equal for equal signatures, which are compared by identity to save time at each call."""
-        return self.tree, self.is_batch, self.names, self.parameters, self.keywords, self.numbers
 
     @functools.cached_property
     def constants(self) -> tuple[tuple[str, str], ...]:

@@ -14,8 +14,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from jaxdist.compat import shard_map_p, trace_state_clean
-from jaxdist.ir.interpreter import contains
+from jaxdist.compat import trace_state_clean
 from jaxdist.ir.trace import inside_step, stepping, trace
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, MODEL, along_data, data_size, in_groups, passes
@@ -39,14 +38,8 @@ class StepJaxpr:
     tree: Any  # of the result
     checked: tuple[str, ...]  # what the findings are about (see `jaxdist.step.finite`)
 
-    @property
-    def knows_mesh(self) -> bool:
-        """Check whether it depends on the mesh: it has code for each device."""
-        return contains(self.jaxpr.jaxpr, [shard_map_p])
-
     def returned(self, arguments: Sequence[tuple[Any, list[int], str]], avals: Sequence[Any]) -> list[int]:
-        """The arguments (structure, positions of the leaves, name) whose structure, shapes and dtypes a part of the
-        result has."""
+        """The arguments (structure, positions, name) whose structure, shapes and dtypes a part of the result has."""
         sources, _, alike = match(self.tree, self.jaxpr.out_avals[: self.tree.num_leaves], arguments, avals)
         like = {i for i in sources if i is not None}
         like.update(i for group in alike if not like.isdisjoint(group) for i in group)
@@ -119,11 +112,7 @@ def traced(
 
 
 def jaxpr_of(
-    step: Callable[..., Any],
-    signature: Signature,
-    avals: Sequence[Any],
-    mesh: Mesh,
-    check_finite: bool = False,
+    step: Callable[..., Any], signature: Signature, avals: Sequence[Any], mesh: Mesh, check_finite: bool
 ) -> StepJaxpr:
     """Trace a step."""
     trees: list[tuple[Any, tuple[str, ...]]] = []
