@@ -1,13 +1,11 @@
 """`check_sync`: is what should be the same on every process and every device the same, bit for bit?"""
 
 import hashlib
-import math
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
@@ -16,7 +14,7 @@ from jaxdist.agreement.description import by_value, grouped, list_ranks, listed
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.compat import under_no_mesh
 from jaxdist.errors import SyncError, in_words
-from jaxdist.ir.fingerprint import checksum, type_text
+from jaxdist.ir.fingerprint import checksum, on_host, type_text
 from jaxdist.placements.layouts import Padded, physical
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.tracebacks import api_boundary
@@ -130,12 +128,9 @@ def _leaf(name: str, x: Any) -> Leaf:
             raise ValueError(f"{name} was donated to a step, which may have written over it: check what came back")
         own, n = array.sharding, len(array.sharding.device_set)
         where = f"on {n} device{'s' * (n != 1)}"
-        if type(x) is Padded:
-            parts = math.prod(cut.parts for cut in x.layout.cuts)
-            shared = f" in groups of {parts}" if parts < n else ""
-            where = f"in shards along axis {' and '.join(map(str, x.layout.dims))} over {n} devices{shared}, padded"
-        elif not own.is_fully_replicated:
+        if not own.is_fully_replicated:
             where = f"in shards{f' by {own.spec}' if isinstance(own, NamedSharding) else ''} over {n} devices"
+            where += ", padded" * (type(x) is Padded)
         return Leaf(name, f"{type_text(x.dtype, x.shape)} {where}", _parts(array, x.shape))
     if isinstance(x, (bool, int, float, complex, str, bytes)):
         return Leaf(name, type(x).__name__, (("", (("", zlib.crc32(repr(x).encode())),)),))
@@ -157,14 +152,10 @@ def _parts(x: jax.Array, shape: Sequence[int]) -> tuple[tuple[str, tuple[tuple[s
     for shard in x.addressable_shards:
         place = tuple(s.indices(n)[:2] for s, n in zip(shard.index, x.shape, strict=False))  # keys have more
         real = tuple(slice(max(0, n - start)) for (start, _), n in zip(place, shape, strict=True))
-        found.append((numbers[place], (str(shard.device), checksum(np.asarray(_on_host(shard.data)[real])))))
+        found.append((numbers[place], (str(shard.device), checksum(on_host(shard.data)[real]))))
     name = lambda i: f"slice {i + 1} of {len(numbers)}" if len(numbers) > 1 else ""
     return tuple((name(i), tuple(sums)) for i, sums in grouped(found).items())
 
 
 def _digest(x: Any) -> str:
     return hashlib.sha256(repr(x).encode()).hexdigest()
-
-
-def _on_host(x: jax.Array) -> np.ndarray:
-    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)

@@ -16,10 +16,10 @@ from jaxdist.agreement import sync
 from jaxdist.agreement.calls import CHANGED, agree
 from jaxdist.agreement.description import Description, list_ranks, unlike_the_root
 from jaxdist.agreement.ledger import Entry, Ledger
-from jaxdist.agreement.meshes import Meshes
+from jaxdist.agreement.meshes import connect
 from jaxdist.compat import trace_settings
 from jaxdist.errors import in_words
-from jaxdist.ir.fingerprint import type_text
+from jaxdist.ir.fingerprint import checksum, on_host, type_text
 from jaxdist.placements import report
 from jaxdist.placements.layouts import Layout, Padded, physical
 from jaxdist.runtime.compiler import settings as of_jax
@@ -27,7 +27,7 @@ from jaxdist.runtime.context import Context, machine_of
 from jaxdist.step import batch, finite, modules
 from jaxdist.step.calling import Settings
 from jaxdist.step.known import Known, check_there, taken
-from jaxdist.step.placer import ELSEWHERE, Placer, batch_key, checksum, spans
+from jaxdist.step.placer import ELSEWHERE, Placer, spans, type_key
 from jaxdist.step.program import Program, ProgramCache
 from jaxdist.step.reading import Reader
 from jaxdist.step.signature import Signature, flat
@@ -41,7 +41,7 @@ class Calls:
     """The calls of one step on one mesh."""
 
     def __init__(self, base: str, settings: Settings, context: Context, mesh: Mesh, passed: Mesh | None = None):
-        context.only(Meshes).connect(mesh)
+        connect(context, mesh)
         self.name, self.number = base, 0
         self._entered = 0  # the last call that this rank has entered for good
         self._settings, self.context, self.mesh = settings, context, mesh
@@ -125,8 +125,8 @@ class Calls:
         check_there(self.name, self._settings.calling, args, keywords, leaves)
         signature = self.reader.signature(args, keywords, leaves, tree)
         data = signature.data(leaves)
-        own = [batch_key(data[i]) for i in signature.batch]
-        kept = [(_type(data[i]), self.placer.layout(data[i])) for i in signature.state]
+        own = [type_key(data[i]) for i in signature.batch]
+        kept = [(type_key(data[i]), self.placer.layout(data[i])) for i in signature.state]
         key = signature, settings, *own, *kept
         known = self._known.get(key)
         if known is None:
@@ -227,7 +227,7 @@ class Calls:
                 f"rank {list_ranks(differs[copies[0]])} do not hold the same. {CHANGED}"
             )
         if fresh:
-            tells = self.reader.check(signature, data, everyone, differs, context)
+            tells = self.reader.check(signature, data, everyone, differs)
             (self._unsure.discard if tells else self._unsure.add)(signature)
         return differs
 
@@ -261,7 +261,10 @@ class Calls:
         """Rank 0's state is used on all ranks. State that is only read must not differ; for other state, warn."""
         placed, names = known.program.placed, known.signature.names
         differs = {i: ranks for i, ranks in differs.items() if i in taken and not spans(physical(data[i]))}
-        read = placed.unreturned.union(self._may_be_batch(known.signature, data))
+        read = set(placed.unreturned)
+        for _, at, _ in known.signature.arguments if self._settings.batch_argnums is None else ():
+            if len(set(batch.sizes([data[i] for i in at])) - {None}) == 1:  # it could as well be the batch
+                read.update(at)
         for i in sorted(read.intersection(differs)):
             advice = (
                 "If each rank has its own part of it, it belongs to the batch: name its argument in batch_argnums. If "
@@ -285,17 +288,6 @@ class Calls:
                 self.name, names[differ[0]], also, list_ranks(differs[differ[0]]),
             )  # fmt: skip
 
-    def _may_be_batch(self, signature: Signature, data: Sequence[Any]) -> set[int]:
-        """Leaves of the state that could as well be the batch, since all arrays of their argument have one length."""
-        if self._settings.batch_argnums is not None:
-            return set()
-        lengths = [(at, set(batch.sizes([data[i] for i in at])) - {None}) for _, at, _ in signature.arguments]
-        return {i for at, own in lengths if len(own) == 1 for i in at}
-
-
-def _type(x: Any) -> Any:
-    return (x.shape, x.dtype, getattr(x, "weak_type", None)) if hasattr(x, "shape") else type(x)
-
 
 def _type_of(x: Any) -> str:
     own = type(x).__name__
@@ -307,7 +299,7 @@ def _type_of(x: Any) -> str:
 def _value(x: Any, placer: Placer, own: bool, copies: bool) -> int | None:
     """Return the checksum of a leaf, or None if it is in parts on several processes."""
     if type(x) is not Padded and not spans(x):
-        return checksum(x) if own else 0
+        return checksum(on_host(x)) if own else 0
     if placer.layout(x) is not None:
         return None
-    return checksum(physical(x).addressable_data(0)) if copies else 0
+    return checksum(on_host(physical(x).addressable_data(0))) if copies else 0

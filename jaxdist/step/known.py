@@ -15,7 +15,7 @@ from jaxdist.errors import DonatedError
 from jaxdist.placements.layouts import Padded, physical
 from jaxdist.step.batch import is_keys
 from jaxdist.step.calling import Calling
-from jaxdist.step.placer import Placer, batch_key, without_aliases
+from jaxdist.step.placer import Placer, type_key, without_aliases
 from jaxdist.step.program import Program
 from jaxdist.step.signature import Signature, leaf_name, picker
 
@@ -72,7 +72,7 @@ class Known:
             and all(type(state[k]) is Padded for k in self.program.placed.padded)
             and self.settings == settings
             and all((type(leaves[i]), leaves[i]) == (kind, value) for i, kind, value in self.constants)
-            and [batch_key(leaves[self.at[i]]) for i in self.signature.batch] == self.batch
+            and [type_key(leaves[self.at[i]]) for i in self.signature.batch] == self.batch
         )
 
     def gone(self, leaves: Sequence[Any]) -> bool:

@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jaxdist import compat
-from jaxdist.ir import fingerprint
 from jaxdist.mesh import AXIS, GROUP, NAMES, by_rank, data_size, in_a_row, parts_of_batch
 from jaxdist.placements.layouts import HOST, Cut, Layout, Padded, copied, layout, of_batch, on_host, physical, sharding
 from jaxdist.placements.values import is_narrow
@@ -169,9 +168,9 @@ class Placer:
         return rows * self.parts // max(1, len(self.own))
 
 
-def batch_key(x: Any) -> Any:
-    """The properties of a leaf of the batch that decide which program runs."""
-    return np.shape(x), getattr(x, "dtype", None), getattr(x, "weak_type", False), getattr(x, "total", None)
+def type_key(x: Any) -> Any:
+    """The properties of a leaf's type that decide which program runs."""
+    return np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False), getattr(x, "total", None)
 
 
 def without_aliases(state: Sequence[Any]) -> list[Any]:
@@ -230,11 +229,6 @@ def _named(devices: Iterable[Any]) -> str:
 def spans(x: Any) -> bool:
     """Check whether a leaf is an array on several processes."""
     return isinstance(x, jax.Array) and not x.is_fully_addressable
-
-
-def checksum(x: Any) -> int:
-    """A checksum of the bytes, type and shape of a leaf that this process has whole."""
-    return fingerprint.checksum(np.asarray(jax.random.key_data(x) if batch.is_keys(x) else x))
 
 
 def _filled(x: Any, how: Layout) -> Any:
