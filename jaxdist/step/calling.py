@@ -79,6 +79,8 @@ def _static(name: str, value: Any) -> Static:
     return Static(value)
 
 
+AnyMesh = Mesh | Sizes | Literal["auto"]
+Layouts = Mapping[str, int | None]  # the dimension to cut, by a regular expression for the names of leaves of the state
 Batch = int | str
 Compression = Literal["bf16", "fp16"]
 AUTO: Literal["auto"] = "auto"
@@ -96,8 +98,8 @@ class Settings:
     donate_argnums: frozenset[str]  # names of arguments that are
     check_finite: bool  # whether NaN and infinity in the result are errors
     check_every: int  # calls between comparisons of the devices' copies; 0 for never
-    mesh: Mesh | Sizes | Literal["auto"] | None  # the devices, or the sizes of the axes of all of the job's
-    layouts: Mapping[str, int | None] | None  # by a regular expression for the names of leaves of the state
+    mesh: AnyMesh | None  # the devices, or the sizes of the axes of all of the job's
+    layouts: Layouts | None  # along the model axis, if the user has said so
     bucket_bytes: int | None  # of a message of gradients
     compress: Compression | None  # the dtype for sending gradients
 

@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -247,20 +246,18 @@ class Calls:
         """Return the leaves, with the state where the program needs it."""
         data, layouts = known.signature.data(leaves), known.program.placed.layouts
         # Shards move between memories without a broadcast.
-        taken = [i for i in moved if not isinstance(self.placer.layout(data[i]), Layout)]
-        self._say_differs(known, taken, data, differs)
+        broadcast = [i for i in moved if not isinstance(self.placer.layout(data[i]), Layout)]
+        differs = {i: differs[i] for i in broadcast if i in differs and not spans(physical(data[i]))}
+        self._say_differs(known, data, differs)
         placed = self.placer.place_state([data[i] for i in moved], [layouts[i] for i in moved])
         out = list(leaves)
         for i, x in zip(moved, placed, strict=True):
             out[known.at[i]] = x
         return out
 
-    def _say_differs(
-        self, known: Known, taken: Collection[int], data: Sequence[Any], differs: dict[int, list[int]]
-    ) -> None:
+    def _say_differs(self, known: Known, data: Sequence[Any], differs: dict[int, list[int]]) -> None:
         """Rank 0's state is used on all ranks. State that is only read must not differ; for other state, warn."""
         placed, names = known.program.placed, known.signature.names
-        differs = {i: ranks for i, ranks in differs.items() if i in taken and not spans(physical(data[i]))}
         read = set(placed.unreturned)
         for _, at, _ in known.signature.arguments if self._settings.batch_argnums is None else ():
             if len(set(batch.sizes([data[i] for i in at])) - {None}) == 1:  # it could as well be the batch
@@ -271,10 +268,10 @@ class Calls:
                 "the ranks should have the same, decorate the step that made it with jaxdist.data_parallel. "
                 + batch.INDICES
             )
-            shape, dtype = placed.avals[i].shape, placed.avals[i].dtype
-            if not shape:
+            aval = placed.avals[i]
+            if not aval.shape:
                 advice = "It has no per-example axis, so every rank must pass the same value"
-            if jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and shape in ((2,), (4,))):
+            if batch.is_keys(aval) or batch.like_a_raw_key(aval):
                 advice = "Use one key on all ranks: each example gets numbers of its own from it"
             raise ValueError(
                 f"step {self.name!r}: state leaf {names[i]} is not the same on rank 0 and rank "

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from jaxdist.compat import is_pmapped
 from jaxdist.mesh import AXIS, Sizes
-from jaxdist.step.calling import AUTO, COMPRESSIONS, Batch, Calling, Compression, Settings
+from jaxdist.step.calling import AUTO, COMPRESSIONS, AnyMesh, Batch, Calling, Compression, Layouts, Settings
 from jaxdist.step.decorated import DataParallel, decorated_with
 
 P = ParamSpec("P")
@@ -128,18 +128,11 @@ def data_parallel(
 
 @overload
 def parallel(
-    step: Callable[P, R],
-    *,
-    mesh: Mesh | Sizes | Literal["auto"],
-    layouts: Mapping[str, int | None] | None = ...,
-    **options: Unpack[Options],
+    step: Callable[P, R], *, mesh: AnyMesh, layouts: Layouts | None = ..., **options: Unpack[Options]
 ) -> DataParallel[P, R]: ...
 @overload
 def parallel(
-    *,
-    mesh: Mesh | Sizes | Literal["auto"],
-    layouts: Mapping[str, int | None] | None = ...,
-    **options: Unpack[Options],
+    *, mesh: AnyMesh, layouts: Layouts | None = ..., **options: Unpack[Options]
 ) -> Callable[[Callable[P, R]], DataParallel[P, R]]: ...
 def parallel(
     step: Callable[..., Any] | None = None,
@@ -195,12 +188,7 @@ def parallel(
     return decorator(step, mesh, layouts, options)
 
 
-def decorator(
-    step: Callable[..., Any] | None,
-    mesh: Mesh | Sizes | Literal["auto"] | None,
-    layouts: Mapping[str, int | None] | None,
-    options: Options,
-) -> Any:
+def decorator(step: Callable[..., Any] | None, mesh: AnyMesh | None, layouts: Layouts | None, options: Options) -> Any:
     """The decorated step, or what decorates one."""
     of: dict[str, Any] = {**_DEFAULTS, **options}
     _check(of)

@@ -5,7 +5,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
 import jax
 from jax.sharding import Mesh
@@ -16,11 +16,11 @@ from jaxdist.errors import StepError
 from jaxdist.ir.primitives import plain_p
 from jaxdist.ir.trace import inside_step, with_axis
 from jaxdist.machine import Machine
-from jaxdist.mesh import Sizes, mesh_of
+from jaxdist.mesh import mesh_of
 from jaxdist.placements.strategy import Placed
 from jaxdist.runtime.context import Context, get_context, machine_of
 from jaxdist.step import modules
-from jaxdist.step.calling import AUTO, Settings
+from jaxdist.step.calling import AUTO, AnyMesh, Settings
 from jaxdist.step.calls import Calls
 from jaxdist.step.forecast import Forecast, choose, said
 from jaxdist.step.known import check_there
@@ -122,7 +122,7 @@ class DataParallel(Generic[P, R]):
             self._bound.clear()
 
     @property
-    def mesh(self) -> Mesh | Sizes | Literal["auto"] | None:
+    def mesh(self) -> AnyMesh | None:
         """The mesh option that it was decorated with."""
         return self._settings.mesh
 

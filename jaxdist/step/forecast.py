@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding
 
-from jaxdist.compat import shard_map_p
-from jaxdist.ir.interpreter import contains, held_at_once
+from jaxdist.ir.interpreter import held_at_once
 from jaxdist.ir.wire import Collective, sent
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, MODEL, NAMES, SEQUENCE, Sizes, data_size, in_a_row, mesh_of, on_each_host
@@ -26,7 +25,7 @@ from jaxdist.step.calling import Settings
 from jaxdist.step.placer import abstract, in_shards
 from jaxdist.step.program import Program, ProgramCache
 from jaxdist.step.signature import Signature
-from jaxdist.step.tracing import StepJaxpr, jaxpr_of, traced
+from jaxdist.step.tracing import traced
 
 
 class Held(NamedTuple):
@@ -35,7 +34,7 @@ class Held(NamedTuple):
     name: str  # of the leaf
     role: str  # ``"batch"``, what `jaxdist.zero` is given it as (``"state"``, ``"parameter"``), or ``""``
     bytes: int  # of a device
-    host: bool = False  # whether they are in the host's memory
+    host: bool  # whether they are in the host's memory
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,6 @@ class Forecast:
     mesh: Mesh
     _machine: Machine
     cut: dict[int, int] = field(default_factory=dict)  # by the model axis, for the step's own batch and level
-    _jaxprs: dict[Mesh | None, StepJaxpr] = field(default_factory=dict)  # with no mesh: for all that `on` makes
 
     def on(self, mesh: Mesh) -> "Forecast":
         """Return the same call on a different mesh of the same number of devices."""
@@ -181,14 +179,10 @@ class Forecast:
         """The step, traced once for all levels and groups; placed and emitted."""
         signature, mesh = self._signature, self.mesh
         avals = [abstract(x) for x in self.leaves]
-        names = [signature.names[i] for i in signature.batch]
-        batch.check(names, [avals[i] for i in signature.batch], [1] * len(names))
-        step, of = self._jaxprs.get(None) or self._jaxprs.get(mesh), self._settings
-        if step is None:
-            step = jaxpr_of(of.step, signature, avals, mesh, of.check_finite)
-            # With `per_device` it has code for each device.
-            self._jaxprs[mesh if contains(step.jaxpr.jaxpr, [shard_map_p]) else None] = step
-        trace = traced(step, signature, avals, mesh, self._machine, level, shared, of.layouts, self.cut)
+        for i in signature.batch:
+            batch.check(signature.names[i], avals[i], 1)
+        step, layouts = self._cache.jaxpr(signature, avals, mesh), self._settings.layouts
+        trace = traced(step, signature, avals, mesh, self._machine, level, shared, layouts, self.cut)
         layouts = list(trace.layouts)
         self.cut = {i: cut.dim for i, how in enumerate(layouts) if how and (cut := how.by(MODEL))}
         for i in signature.state:

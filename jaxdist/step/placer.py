@@ -64,7 +64,7 @@ class Placer:
                     "examples of this process as a plain array"
                 )
             if is_batch and type(x) is not Padded:
-                batch.check([name], [x], [everywhere if spans(x) else own])
+                batch.check(name, x, everywhere if spans(x) else own)
             if is_batch or not isinstance(place, NamedSharding) or place.is_fully_replicated:
                 continue
             if not self.is_ours(place.mesh) and place.device_set != set(self.mesh.devices.flat):

@@ -14,7 +14,7 @@ from jaxdist import compat
 from jaxdist.agreement.calls import Traced
 from jaxdist.communicators import Rules, compiler_options, default_bucket_bytes, lowering
 from jaxdist.ir.fingerprint import dataflow
-from jaxdist.ir.interpreter import Interpreter
+from jaxdist.ir.interpreter import Interpreter, contains
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, MODEL, data_size
 from jaxdist.placements.layouts import (
@@ -187,15 +187,17 @@ class ProgramCache:
             self._programs[key] = self.make(trace, signature, types, layouts, self._mesh, self._communicator)
         return self._programs[key]
 
-    def jaxpr(self, signature: Signature, types: Sequence[Any]) -> StepJaxpr:
-        """The step for leaves of these types, traced once."""
-        call = (signature.tree, signature.keywords, signature.numbers)
-        key = (call, compat.trace_settings(), self.looked_for, *((a.shape, a.dtype, a.weak_type) for a in types))
-        if key not in self._jaxprs:
-            of = self._settings
-            check = of.check_finite or self.looked_for is not None
-            self._jaxprs[key] = jaxpr_of(of.step, signature, types, self._mesh, check)
-        return self._jaxprs[key]
+    def jaxpr(self, signature: Signature, types: Sequence[Any], mesh: Mesh | None = None) -> StepJaxpr:
+        """The step for leaves of these types, traced once for all meshes of one size."""
+        of, mesh = self._settings, mesh or self._mesh
+        call = (signature.tree, signature.keywords, signature.numbers, compat.trace_settings(), self.looked_for)
+        key = (call, mesh.size, *((a.shape, a.dtype, a.weak_type) for a in types))
+        found = self._jaxprs.get(key) or self._jaxprs.get((key, mesh))
+        if found is None:
+            found = jaxpr_of(of.step, signature, types, mesh, of.check_finite or self.looked_for is not None)
+            # With `per_device` it has code for each device.
+            self._jaxprs[(key, mesh) if contains(found.jaxpr.jaxpr, [compat.shard_map_p]) else key] = found
+        return found
 
     def traced(self, signature: Signature, leaves: Sequence[Any]) -> TracedStep:
         """Return the step traced for a call with these leaves, analyzed."""

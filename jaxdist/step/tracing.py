@@ -25,6 +25,7 @@ from jaxdist.placements.owners import way
 from jaxdist.placements.search import search
 from jaxdist.runtime.context import get_context
 from jaxdist.step import finite, modules
+from jaxdist.step.calling import Layouts
 from jaxdist.step.signature import NUMBERS, Signature, Static, constants_back, is_array, match
 
 _log = logging.getLogger("jaxdist")
@@ -66,7 +67,7 @@ def traced(
     machine: Machine,
     level: int | None = None,
     shared: int | None = None,
-    layouts: Mapping[str, int | None] | None = None,
+    layouts: Layouts | None = None,
     given: Mapping[int, int] | None = None,
 ) -> TracedStep:
     """Analyze a step for placement: marks, layouts, and arguments that results match."""
@@ -172,7 +173,7 @@ def is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _cut_by_model(
-    layouts: Mapping[str, int | None] | None,
+    layouts: Layouts | None,
     signature: Signature,
     avals: Sequence[Any],
     mesh: Mesh,
@@ -199,7 +200,7 @@ def _cut_by_model(
     return [cut(i, aval.shape) for i, aval in enumerate(avals)]
 
 
-def _named(layouts: Mapping[str, int | None], signature: Signature, avals: Sequence[Any], parts: int) -> dict[int, int]:
+def _named(layouts: Layouts, signature: Signature, avals: Sequence[Any], parts: int) -> dict[int, int]:
     """The arguments that the user's expressions name, and the dimension."""
     found, used, lacking = dict[int, int](), set[str](), dict[str, str]()
     for i in signature.state:
