@@ -1,10 +1,9 @@
 """The ledger: this rank's calls of steps and eager collectives in order, the same on every rank.
 
-A training loop repeats itself: a hundred steps, an evaluation, a hundred steps. A rank whose next call is known, and is
-the one that the calls so far lead to expect, waits for nobody. Any other call is compared with the other ranks' before
-anything is sent. So where the calls of ranks differ, one of them asks (a rank's expectation follows from its calls,
-which were the same), and any rank that has entered its own call by then learns from the question that the two differ.
-Nothing less is enough: gloo ends a process that gets messages of a different program.
+A training loop repeats itself. A rank whose next call is known, and the one to expect after the calls so far, waits for
+nobody; any other call is compared before anything is sent. So where calls differ, some rank asks (all expect the same),
+and a rank that has entered its own call by then learns it from the question. Nothing less is enough: gloo ends a process
+that gets messages of a different program.
 """
 
 import contextlib

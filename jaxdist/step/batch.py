@@ -78,9 +78,7 @@ def argnums(names: Sequence[str]) -> str:
 
 
 class BatchPart(np.ndarray):
-    """A process's part of a batch that the processes don't divide, filled up with copies of the last example.
-
-    Made by `jaxdist.loader`. What numpy makes of it is a plain array."""
+    """A process's part of a batch that the processes don't divide, filled up with copies of the last example."""
 
     total: int  # examples of all parts, without the copies
 

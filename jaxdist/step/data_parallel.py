@@ -110,9 +110,6 @@ def data_parallel(
       >>> w, loss = step(jnp.ones(3), jnp.ones((8, 3)))
       >>> float(loss)
       9.0
-
-    References:
-      Li et al., *PyTorch Distributed*, VLDB 2020; https://docs.jax.dev/en/latest/notebooks/shard_map.html
     """
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={mesh!r}: a jax.sharding.Mesh; jaxdist.parallel takes sizes of axes, and 'auto'")
@@ -175,9 +172,6 @@ def parallel(
       >>> w, loss = step({"in": jnp.ones((3, 4)), "out": jnp.ones((4, 2))}, jnp.zeros((8, 3)))
       >>> float(loss)
       0.0
-
-    References:
-      Shoeybi et al., *Megatron-LM*, arXiv 1909.08053; Xu et al., *GSPMD*, arXiv 2105.04663.
     """
     if not isinstance(mesh, (Mesh, Mapping)) and mesh != AUTO:
         raise (ValueError if isinstance(mesh, str) else TypeError)(

@@ -44,7 +44,7 @@ class DataParallel(Generic[P, R]):
         step = settings.step
         self._base = getattr(step, "__qualname__", type(step).__name__)
         self._bound: Calls | None = None
-        self.why = ""  # it has its mesh, if it has chosen one
+        self.why = ""  # it has chosen its mesh
 
     def __reduce__(self) -> Any:
         """Pickle as the step of the same module, or (from a notebook) as its decoration."""

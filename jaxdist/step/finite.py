@@ -1,7 +1,7 @@
 """`check_finite`: NaN and infinity by the name of the leaf that holds them.
 
-Inside a decorated step the counts are one more output of its program: a small array, the same on every device, that
-is examined on the host after the call. So all ranks see it, and raise the same error, without one more message.
+In a decorated step the counts are one more output of its program, the same on every device and examined after the call:
+all ranks raise the same error without one more message.
 """
 
 import contextlib

@@ -2,8 +2,6 @@
 
 Before a call the objects among the arguments are split, together, into a graph (a constant of the program) and a state
 of arrays. In the step they are put together again; their new state is one more part of its result.
-
-Reference: https://flax.readthedocs.io/en/latest/guides/transforms.html
 """
 
 import dataclasses

@@ -35,7 +35,7 @@ class Placer:
     def layout(self, x: Any) -> Any:
         """Return a leaf's layout on the mesh, None if it is whole, `ELSEWHERE` if it is not on the mesh."""
         own = x.sharding if isinstance(x, (Padded, jax.Array)) else None
-        if not isinstance(own, NamedSharding) or not self.is_ours(own.mesh):
+        if not isinstance(own, NamedSharding) or in_a_row(own.mesh) != self.mesh:
             return ELSEWHERE
         if type(x) is Padded:
             return x.layout
@@ -43,13 +43,8 @@ class Placer:
         if not host and own.memory_kind != self.state_sharding.memory_kind:
             return ELSEWHERE
         if own.is_fully_replicated:
-            how = on_host(None, x.shape, self.mesh.size) if host else None
-            return ELSEWHERE if host and how is None else how
+            return (on_host(None, x.shape, self.mesh.size) or ELSEWHERE) if host else None
         return ELSEWHERE if (cuts := _cuts(own)) is None else layout(*cuts, host=host)
-
-    def is_ours(self, mesh: Any) -> bool:
-        """Check whether a mesh is this one, or this one in groups."""
-        return in_a_row(mesh) == self.mesh
 
     def check(self, signature: Signature, leaves: Sequence[Any]) -> None:
         """Refuse state on devices outside this mesh, and what cannot be this process's part of the batch."""
@@ -67,7 +62,7 @@ class Placer:
                 batch.check(name, x, everywhere if spans(x) else own)
             if is_batch or not isinstance(place, NamedSharding) or place.is_fully_replicated:
                 continue
-            if not self.is_ours(place.mesh) and place.device_set != set(self.mesh.devices.flat):
+            if in_a_row(place.mesh) != self.mesh and place.device_set != set(self.mesh.devices.flat):
                 raise ValueError(
                     f"state leaf {name} is in shards over {_named(place.device_set)}, and this step runs on "
                     f"{_named(self.mesh.devices.flat)}. Restore the state from a checkpoint, or gather it with "
