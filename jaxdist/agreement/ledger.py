@@ -2,8 +2,8 @@
 
 A training loop repeats itself. A rank whose next call is known, and the one to expect after the calls so far, waits for
 nobody; any other call is compared before anything is sent. So where calls differ, some rank asks (all expect the same),
-and a rank that has entered its own call by then learns it from the question. Nothing less is enough: gloo ends a process
-that gets messages of a different program.
+and a rank that has entered its own call by then learns it from the question. Nothing less is enough: gloo ends a
+process that gets messages of a different program.
 """
 
 import contextlib

@@ -67,11 +67,6 @@ class PlacedStep:
         """Layouts of the leaves of the batch."""
         return [how for i in self.signature.batch if (how := self.layouts[i])]
 
-    @property
-    def state(self) -> list[Layout | None]:
-        """Layouts of the leaves of the state."""
-        return [self.layouts[i] for i in self.signature.state]
-
     @functools.cached_property
     def held(self) -> list[jax.ShapeDtypeStruct]:
         """The types of the arguments once they are on the mesh: of their physical arrays."""
@@ -85,7 +80,8 @@ class PlacedStep:
     @functools.cached_property
     def padded(self) -> list[int]:
         """The leaves of the state whose shards have a padded end."""
-        return [k for k, how in enumerate(self.state) if how and not how.is_plain]
+        kept = enumerate(self.layouts[i] for i in self.signature.state)
+        return [k for k, how in kept if how and not how.is_plain]
 
     @functools.cached_property
     def results(self) -> list[Layout | None]:

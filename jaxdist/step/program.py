@@ -17,16 +17,7 @@ from jaxdist.ir.fingerprint import dataflow
 from jaxdist.ir.interpreter import Interpreter, contains
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, MODEL, data_size
-from jaxdist.placements.layouts import (
-    HOST,
-    Layout,
-    Padded,
-    check_host_memory,
-    layout_of,
-    of_batch,
-    on_host,
-    sharding,
-)  # fmt: skip
+from jaxdist.placements.layouts import HOST, Layout, Padded, check_host_memory, layout_of, of_batch, on_host
 from jaxdist.step.callbacks import Callbacks
 from jaxdist.step.calling import COMPRESSIONS, Settings
 from jaxdist.step.placed import PlacedStep
@@ -46,19 +37,19 @@ class Program:
     def __init__(self, placed: PlacedStep, donate: Collection[int], name: str = "step"):
         self.placed = placed
         self.donated = [i for i in placed.signature.state if i in donate]  # leaves whose memory it may take
-        numbered = list(enumerate(placed.signature.state))
-        self._order = [k for k, i in numbered if i in donate], [k for k, i in numbered if i not in donate]
-        self._pick = picker(self._order[0]), picker(self._order[1])
+        kept = [i for i in placed.signature.state if i not in donate]
+        self._order = self.donated, kept, placed.signature.batch
+        at = {i: k for k, i in enumerate(placed.signature.state)}
+        self._pick = picker([at[i] for i in self.donated]), picker([at[i] for i in kept])
         self.virtual = placed.mesh.devices.flat[0].platform == "cpu" and len(placed.mesh.local_devices) > 1
         self._calls, self._callbacks = 0, Callbacks()
         self._has_constants = bool(constants_of(placed.step.tree))
         self._padded_results: list[tuple[int, Layout]] = []
         run = functools.partial(self._run)
         run.__name__ = name  # type: ignore[attr-defined]
-        state, batch = ([sharding(placed.mesh, how) for how in held] for held in (placed.state, placed.batch))
         self._jitted = jax.jit(
             run,
-            in_shardings=(*([state[k] for k in ks] for ks in self._order), batch),
+            in_shardings=tuple([placed.held[i].sharding for i in at] for at in self._order),
             out_shardings=placed.result_shardings(),
             donate_argnums=(0,) if self.donated else (),
             compiler_options=compiler_options(placed.mesh) or None,
@@ -92,24 +83,18 @@ class Program:
     def lower(self) -> jax.stages.Lowered:
         """Lower it, like ``jax.jit(f).lower``."""
         placed = self.placed
-        given, kept = ([placed.signature.state[k] for k in ks] for ks in self._order)
-        args = [[placed.held[i] for i in at] for at in (given, kept, placed.signature.batch)]
-        lowered = self._jitted.lower(*args)
+        lowered = self._jitted.lower(*([placed.held[i] for i in at] for at in self._order))
         # Arguments in the host's memory that do not say so (see `compat.say_on_host`).
-        held = [(placed.held[i], placed.layouts[i]) for i in (*given, *kept)]
+        held = [(placed.held[i], placed.layouts[i]) for at in self._order for i in at]
         away = [k for k, (x, how) in enumerate(held) if how and how.host and x.sharding.memory_kind != HOST]
         if away:
             compat.say_on_host(lowered, away, HOST)
         return lowered
 
-    def _run(self, given_up: Sequence[Any], kept: Sequence[Any], batch: Sequence[Any]) -> Any:
-        placed = self.placed
-        step, signature, mesh = placed.step, placed.signature, placed.mesh
-        args: list[Any] = [None] * len(placed.avals)
-        for k, x in zip([*self._order[0], *self._order[1]], [*given_up, *kept], strict=True):
-            args[signature.state[k]] = x
-        for i, x in zip(signature.batch, batch, strict=True):
-            args[i] = x
+    def _run(self, *leaves: Sequence[Any]) -> Any:
+        placed, step = self.placed, self.placed.step
+        by_leaf = {i: x for at, xs in zip(self._order, leaves, strict=True) for i, x in zip(at, xs, strict=True)}
+        args = [by_leaf[i] for i in range(len(placed.avals))]
 
         def results(outs: Sequence[Any]) -> list[Any]:
             # A counter that came as a Python number goes out as one came in, or the next call would compile anew.
@@ -119,7 +104,7 @@ class Program:
             return [jax.device_put(x, host) if k and k.host else x for x, k in zip(outs, placed.results, strict=True)]
 
         closed, found = placed.emitted
-        if mesh.size == 1:
+        if placed.mesh.size == 1:
             return results(Interpreter({}).run(closed, *args))
         in_specs, out_specs = placed.specs()
 
