@@ -77,9 +77,8 @@ class Known:
 
     def gone(self, leaves: Sequence[Any]) -> bool:
         """Check whether a different call took the memory of some leaf of a call that fits."""
-        return any(map(_is_deleted, self._pick(leaves))) or any(
-            is_gone(leaves[self.at[i]]) for i in self.signature.batch
-        )
+        batch = (leaves[self.at[i]] for i in self.signature.batch)
+        return any(map(_is_deleted, self._pick(leaves))) or any(map(is_gone, batch))
 
     def arguments(self, leaves: Sequence[Any], placer: Placer) -> tuple[list[Any], list[Any]]:
         """Return the program's arguments: the leaves of the state and of the batch, on the mesh."""

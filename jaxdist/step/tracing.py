@@ -194,10 +194,8 @@ def _cut_by_model(
     else:
         dims = _named(layouts, signature, avals, parts)
 
-    def cut(i: int, shape: Sequence[int]) -> Layout:
-        return layout(Cut(MODEL, parts, dims[i], -shape[dims[i]] % parts)) if i in dims else layout()
-
-    return [cut(i, aval.shape) for i, aval in enumerate(avals)]
+    cuts = {i: Cut(MODEL, parts, dim, -avals[i].shape[dim] % parts) for i, dim in dims.items()}
+    return [layout(cuts[i]) if i in cuts else layout() for i in range(len(avals))]
 
 
 def _named(layouts: Layouts, signature: Signature, avals: Sequence[Any], parts: int) -> dict[int, int]:
