@@ -1,22 +1,19 @@
 """The comparison of a new call between ranks, before anything is sent: the step, its arguments, its program."""
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr
 
 from jaxdist.agreement.description import Description, by_value, difference, list_ranks
-from jaxdist.ir.fingerprint import Operation, dataflow, operations
+from jaxdist.ir.fingerprint import Operation, operations
 from jaxdist.runtime.context import Context
 
-CHANGED = (
+CHANGED = (  # advice about copies that differ
     "Either ranks pass what different calls returned, or something changed it on some ranks outside of a decorated "
     "step (code under `if rank == ...`, say): do the same on every rank, or do it in the step"
 )
-"""Advice about copies that differ."""
 
 _ADVICE = (
     "Inside a step nothing may depend on the rank: look for `ctx.rank`, an `if rank == ...`, a loop over a set (which "
@@ -24,24 +21,12 @@ _ADVICE = (
 )
 
 
-@dataclass(frozen=True)
-class Traced:
+class Traced(NamedTuple):
     """A program of a step that is about to be compiled."""
 
     program: ClosedJaxpr  # as one device runs it
     source: ClosedJaxpr  # the traced step
-
-    @functools.cached_property
-    def digest(self) -> str:
-        """A digest of its computation and messages."""
-        return dataflow(self.program)
-
-    def parts(self) -> dict[str, list[Operation]]:
-        """The operations to compare when two programs differ, in this order, by the name of one in messages."""
-        return {
-            "operation": operations(self.source),
-            "operation of a device's program": operations(self.program),
-        }
+    digest: str  # of its computation and messages
 
 
 def agree(
@@ -62,12 +47,21 @@ def agree(
 def _programs(context: Context, tag: str, call: str, program: Traced | None, groups: Sequence[Sequence[int]]) -> str:
     """Describe how programs differ between groups of ranks."""
     assert program is not None
-    first, other = groups[0][0], groups[1][0]
-    told = program.parts() if context.rank in (first, other) else {}
+    pair = groups[0][0], groups[1][0]
+    told = [operations(program.source), operations(program.program)] if context.rank in pair else []
     details = context.control.exchange(f"{tag} operations", told, context.timeout, call)
-    pairs = ((what, _first_difference(lines, details[other][what])) for what, lines in details[first].items())
-    what, found = next((pair for pair in pairs if pair[1]), ("", None))
-    return f"{call}: the ranks have different programs, and none has run. {_explained(found, groups, what)}\n{_ADVICE}"
+    text = "The operations match, but the returned values differ: one program on rank "
+    text += "; a different one on rank ".join(map(list_ranks, groups)) + "."
+    kinds = "operation", "operation of a device's program"
+    for what, *lines in zip(kinds, *(details[rank] for rank in pair), strict=True):
+        if found := _first_difference(*lines):
+            none = f"no {what} that the other does not have, too"
+            shown = [f"\n  rank {list_ranks(g)}: {x or none}" for g, x in zip(groups[:2], found, strict=True)]
+            rest = [rank for group in groups[2:] for rank in group]
+            more = f"\n  rank {list_ranks(rest)}: other programs again" if rest else ""
+            text = f"The first {what} that differs:{''.join(shown)}{more}"
+            break
+    return f"{call}: the ranks have different programs, and none has run. {text}\n{_ADVICE}"
 
 
 def _advice(name: str) -> str:
@@ -90,17 +84,3 @@ def _first_difference(
     if mine or theirs:
         return mine, theirs
     return next(((a, b) for a, b in zip_longest(one, other) if a is None or b is None or a.digest != b.digest), None)
-
-
-def _explained(
-    found: tuple[Operation | None, Operation | None] | None, groups: Sequence[Sequence[int]], what: str
-) -> str:
-    """A difference, for a person."""
-    if found is None:
-        text = "The operations match, but the returned values differ"
-        return f"{text}: one program on rank {'; a different one on rank '.join(map(list_ranks, groups))}."
-    rest = [rank for group in groups[2:] for rank in group]
-    more = f"\n  rank {list_ranks(rest)}: other programs again" if rest else ""
-    none = f"no {what} that the other does not have, too"
-    lines = [f"\n  rank {list_ranks(g)}: {x or none}" for g, x in zip(groups[:2], found, strict=True)]
-    return f"The first {what} that differs:{''.join(lines)}{more}"

@@ -88,6 +88,4 @@ def listed(groups: Mapping[Any, Sequence[Any]]) -> str:
 
 def list_ranks(ranks: Sequence[Any]) -> str:
     """Ranks, or devices, for a message."""
-    if len(ranks) > 8:
-        return ", ".join(map(str, ranks[:8])) + f" and {len(ranks) - 8} more"
-    return ", ".join(map(str, ranks))
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -1,10 +1,9 @@
 """The ledger: this rank's calls of steps and eager collectives in order, the same on every rank.
 
-A training loop repeats itself: a hundred steps, an evaluation, a hundred steps. A rank whose next call is known, and is
-the one that the calls so far lead to expect, waits for nobody. Any other call is compared with the other ranks' before
-anything is sent. So where the calls of ranks differ, one of them asks (a rank's expectation follows from its calls,
-which were the same), and any rank that has entered its own call by then learns from the question that the two differ.
-Nothing less is enough: gloo ends a process that gets messages of a different program.
+A training loop repeats itself. A rank whose next call is known, and the one to expect after the calls so far, waits for
+nobody; any other call is compared before anything is sent. So where calls differ, some rank asks (all expect the same),
+and a rank that has entered its own call by then learns it from the question. Nothing less is enough: gloo ends a
+process that gets messages of a different program.
 """
 
 import contextlib
@@ -42,10 +41,9 @@ class Ledger:
         self._last, self._run = b"", 0  # the last call, and how often it was made in a row
         self._turns: dict[tuple[bytes, int], bytes] = {}  # the call that followed a run of equal calls
         self._announced: dict[int, int] = {}  # where other ranks are that make a call nobody expects
-        self._alone = context.size == 1
         self._thread: threading.Thread | None = None  # that has made the last call
         self._output: jax.Array | None = None  # of its program
-        if not self._alone:
+        if context.size > 1:
             self._control.position = lambda: self.count
             self._control.listen("enter", lambda rank, entry: self._waits(rank, *entry))
             self._control.listen(_NEXT, self._announces)
@@ -56,7 +54,7 @@ class Ledger:
         """Begin a call: wait for the one before, if a different thread made it."""
         # XLA runs the programs of one thread on CPUs one after the other. Those of two run at once, and would take each
         # other's messages.
-        if self._alone or (thread := threading.current_thread()) is self._thread:
+        if self._control.size == 1 or (thread := threading.current_thread()) is self._thread:
             return
         output, self._output, self._thread = self._output, None, thread
         with contextlib.suppress(RuntimeError):  # it was donated to a later program, or its own program failed
@@ -68,8 +66,7 @@ class Ledger:
         self._output = output
 
     def waits(self, entry: Entry) -> bool:
-        """Check whether a call must be compared first: it is not expected, a rank waits for the comparison, or the
-        call before has failed."""
+        """Check whether a call must be compared first: unexpected, awaited by a rank, or after one that failed."""
         with self._lock:
             waiting = [entry.position for *_, entry in self._control.waiting.values()]
             return self.unsettled or not self._foreseen(entry) or self.count in (*waiting, *self._announced.values())

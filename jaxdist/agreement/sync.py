@@ -1,13 +1,11 @@
 """`check_sync`: is what should be the same on every process and every device the same, bit for bit?"""
 
 import hashlib
-import math
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
@@ -16,7 +14,7 @@ from jaxdist.agreement.description import by_value, grouped, list_ranks, listed
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.compat import under_no_mesh
 from jaxdist.errors import SyncError, in_words
-from jaxdist.ir.fingerprint import checksum, type_text
+from jaxdist.ir.fingerprint import checksum, on_host, type_text
 from jaxdist.placements.layouts import Padded, physical
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.tracebacks import api_boundary
@@ -71,32 +69,27 @@ def compare(context: Context, tree: Any, tag: str, prefix: str) -> None:
 
     def examine() -> Part[list[Leaf]]:
         try:
-            leaves = describe(tree)
+            leaves = [_leaf(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
         except Exception as error:
             raise SyncError(f"{prefix} can't be compared: {in_words(error)}") from error
         kinds = [(leaf.name, leaf.kind) for leaf in leaves]
         uniform = all(len({s for _, s in sums}) == 1 for leaf in leaves for _, sums in leaf.parts)
         bits = grouped((part, (leaf.name, sums[0][1])) for leaf in leaves for part, sums in leaf.parts)
-        return Part(leaves, told=(_digest(kinds), uniform, {part: _digest(own) for part, own in bits.items()}))
+        digest = _digest(kinds) if uniform else ""
+        return Part(leaves, told=(digest, {part: _digest(own) for part, own in bits.items()}))
 
     leaves, told = on_every_rank(context, tag, examine, raises=(SyncError,))
-    parts = grouped(one for *_, own in told for one in own.items())
-    same = len({digest for digest, *_ in told}) == 1 and all(len(set(digests)) == 1 for digests in parts.values())
-    if same and all(uniform for _, uniform, _ in told):
+    digests, parts = {digest for digest, _ in told}, grouped(one for _, own in told for one in own.items())
+    if len(digests) == 1 and "" not in digests and all(len(set(own)) == 1 for own in parts.values()):
         return
-    found = differences(context.control.exchange(f"{tag} details", leaves, context.timeout))
+    found = _differences(context.control.exchange(f"{tag} details", leaves, context.timeout))
     if not found:
         raise SyncError(f"{prefix}: the ranks have the same leaves in a different order")
     more = f" ({len(found) - 1} more of its leaves differ.)" if len(found) > 1 else ""
     raise SyncError(f"{prefix}{found[0]}.{more} {_ADVICE}")
 
 
-def describe(tree: Any) -> list[Leaf]:
-    """Return the compared properties of each leaf of a tree. Waits for its arrays."""
-    return [_leaf(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def differences(everyone: Sequence[Sequence[Leaf]]) -> list[str]:
+def _differences(everyone: Sequence[Sequence[Leaf]]) -> list[str]:
     """A line for each leaf that is not the same everywhere."""
     tables = [{leaf.name: leaf for leaf in leaves} for leaves in everyone]
     found = []
@@ -128,18 +121,16 @@ def _places(group: Sequence[tuple[int, str]], holders: Sequence[int]) -> str:
 
 
 def _leaf(name: str, x: Any) -> Leaf:
+    """The compared properties of a leaf. Waits for it."""
     if isinstance(x, (jax.Array, Padded)):
         array = physical(x)
         if array.is_deleted():
             raise ValueError(f"{name} was donated to a step, which may have written over it: check what came back")
         own, n = array.sharding, len(array.sharding.device_set)
         where = f"on {n} device{'s' * (n != 1)}"
-        if type(x) is Padded:
-            parts = math.prod(cut.parts for cut in x.layout.cuts)
-            shared = f" in groups of {parts}" if parts < n else ""
-            where = f"in shards along axis {' and '.join(map(str, x.layout.dims))} over {n} devices{shared}, padded"
-        elif not own.is_fully_replicated:
+        if not own.is_fully_replicated:
             where = f"in shards{f' by {own.spec}' if isinstance(own, NamedSharding) else ''} over {n} devices"
+            where += ", padded" * (type(x) is Padded)
         return Leaf(name, f"{type_text(x.dtype, x.shape)} {where}", _parts(array, x.shape))
     if isinstance(x, (bool, int, float, complex, str, bytes)):
         return Leaf(name, type(x).__name__, (("", (("", zlib.crc32(repr(x).encode())),)),))
@@ -161,14 +152,10 @@ def _parts(x: jax.Array, shape: Sequence[int]) -> tuple[tuple[str, tuple[tuple[s
     for shard in x.addressable_shards:
         place = tuple(s.indices(n)[:2] for s, n in zip(shard.index, x.shape, strict=False))  # keys have more
         real = tuple(slice(max(0, n - start)) for (start, _), n in zip(place, shape, strict=True))
-        found.append((numbers[place], (str(shard.device), checksum(np.asarray(_on_host(shard.data)[real])))))
+        found.append((numbers[place], (str(shard.device), checksum(on_host(shard.data)[real]))))
     name = lambda i: f"slice {i + 1} of {len(numbers)}" if len(numbers) > 1 else ""
     return tuple((name(i), tuple(sums)) for i, sums in grouped(found).items())
 
 
 def _digest(x: Any) -> str:
     return hashlib.sha256(repr(x).encode()).hexdigest()
-
-
-def _on_host(x: jax.Array) -> np.ndarray:
-    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)

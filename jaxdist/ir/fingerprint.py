@@ -17,6 +17,12 @@ from jaxdist.ir.interpreter import Within, axes_of, live, subjaxprs
 _SILENT = {"axis_index", "axis_size"}  # they name an axis but send nothing
 
 
+def on_host(x: Any) -> np.ndarray:
+    """Return the entries of an array; of keys, their bits."""
+    is_keys = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_keys else x)
+
+
 def checksum(host: np.ndarray) -> int:
     """Return a checksum of the bytes, type and shape of an array."""
     # As bytes: NumPy exports no buffer of bfloat16. A contiguous array is not copied.

@@ -75,7 +75,7 @@ class Elsewhere:
         given = None if wanted == AUTO else wanted
         sizes = dict(given.shape) if isinstance(given, Mesh) else given or {AXIS: -1}
         self._mesh = mesh_of({AXIS: -1} if tuple(sizes) == (AXIS,) and mesh is None else sizes, devices, topology)
-        self._forecast: Forecast = step.forecast(self._mesh, self.topology.machine, args)
+        self._forecast: Forecast = step.forecast(self._mesh, self.topology.machine, args, {}, False)
         if wanted == AUTO:
             on = lambda sizes: self.on(sizes)._forecast
             self._mesh = chosen(on, self.meshes() or [{AXIS: -1}], self.topology.machine)[0]

@@ -1,12 +1,7 @@
 """The batch by structure: which arguments of a step hold its examples, where `batch_argnums` does not say so.
 
-Nothing looks at values, and nothing is traced just to choose. An argument may be the batch if it holds arrays with a
-first dimension and nothing that is state already (made by an earlier step, `restore` or `shard`). It is *like a result*
-if its structure, shapes and dtypes occur in the step's result. The batch is the last argument that may be it, whose
-arrays all have one length, and that is not like a result; and with it every other one of that length, but those like a
-result without which the step could be traced with a batch of a different length (a state of its length by chance).
-Without such an argument, it is the last one that has one length, or is not like a result (a graph, whose arrays
-have several).
+The rule is in docs/rules.md. An argument that has the batch's length and is like a result is still no part of it if the
+step can be traced with a batch of a different length without it: that is a state of its length by chance.
 
 Of the batch, arrays and arrays of keys are cut along their first dimension. Numbers, single keys, arrays without a
 dimension or without entries are whole.
@@ -19,11 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-INDICES = (
+INDICES = (  # follows advice about `batch_argnums`: jaxdist cannot know which numbers are indices
     "A batch is the parts of all ranks, one after the other: positions within a part (the edges of a graph, say) need "
     "the entries of the ranks before it added, edges + rank * nodes"
 )
-"""Follows advice about `batch_argnums` in several processes: jaxdist cannot know which numbers are indices."""
 
 
 class Argument(NamedTuple):
@@ -51,14 +45,15 @@ def is_keys(x: Any) -> bool:
 def sizes(leaves: Sequence[Any]) -> list[int | None]:
     """Return the number of entries to split of each leaf of a batch argument; None for leaves that stay whole."""
     found = [int(np.shape(x)[0]) if hasattr(x, "dtype") and np.ndim(x) else None for x in leaves]
-    raw = [n is not None and _like_a_raw_key(x) for x, n in zip(leaves, found, strict=True)]
+    raw = [n is not None and like_a_raw_key(x) for x, n in zip(leaves, found, strict=True)]
     lengths = {n for n, key in zip(found, raw, strict=True) if n and not key}
     return [
         None if (key and n not in lengths) or (n == 0 and lengths) else n for n, key in zip(found, raw, strict=True)
     ]
 
 
-def _like_a_raw_key(x: Any) -> bool:
+def like_a_raw_key(x: Any) -> bool:
+    """Check whether an array may be a key of `jax.random.PRNGKey`."""
     return x.dtype == np.uint32 and np.shape(x) in ((2,), (4,))
 
 
@@ -83,14 +78,9 @@ def argnums(names: Sequence[str]) -> str:
 
 
 class BatchPart(np.ndarray):
-    """A process's part of a batch that the processes don't divide, filled up with copies of the last example.
-
-    Made by `jaxdist.loader`. What numpy makes of it is a plain array."""
+    """A process's part of a batch that the processes don't divide, filled up with copies of the last example."""
 
     total: int  # examples of all parts, without the copies
-
-    def __array_finalize__(self, other: Any) -> None:
-        pass
 
 
 def batch_part(x: Any, total: int) -> Any:
@@ -100,19 +90,18 @@ def batch_part(x: Any, total: int) -> Any:
     return out
 
 
-def check(names: Sequence[str], leaves: Sequence[Any], devices: Sequence[int]) -> None:
-    """Refuse a batch whose leaves do not divide by these numbers of devices."""
-    for name, x, parts in zip(names, leaves, devices, strict=True):
-        shape = np.shape(x)
-        if not shape:
-            raise ValueError(
-                f"batch leaf {name} is a scalar ({x!r}): each leaf of the batch needs a leading axis, one entry an "
-                "example. Pass settings and counters as part of the state, or close over them"
-            )
-        if not shape[0]:
-            raise ValueError(f"batch leaf {name} is empty (shape {shape}): it needs at least one example")
-        if shape[0] % parts:
-            raise ValueError(
-                f"batch leaf {name} has {shape[0]} examples (shape {shape}), which can't be divided over the "
-                f"{parts} devices of this process, one of several: pass a multiple of {parts}"
-            )
+def check(name: str, x: Any, parts: int) -> None:
+    """Refuse a leaf of the batch that this number of devices does not divide."""
+    shape = np.shape(x)
+    if not shape:
+        raise ValueError(
+            f"batch leaf {name} is a scalar ({x!r}): each leaf of the batch needs a leading axis, one entry an "
+            "example. Pass settings and counters as part of the state, or close over them"
+        )
+    if not shape[0]:
+        raise ValueError(f"batch leaf {name} is empty (shape {shape}): it needs at least one example")
+    if shape[0] % parts:
+        raise ValueError(
+            f"batch leaf {name} has {shape[0]} examples (shape {shape}), which can't be divided over the "
+            f"{parts} devices of this process, one of several: pass a multiple of {parts}"
+        )

@@ -20,34 +20,23 @@ class Calling:
             self._signature = inspect.signature(step)
         except (TypeError, ValueError):  # of C
             self._signature = None
-        self._static = set(static_argnames)
-        self._static |= self.named(static_argnums, "static_argnums")
-        self.check_named(self._static, "static_argnames")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the step's parameters."""
-        return tuple(self._signature.parameters) if self._signature else ()
-
-    @property
-    def plain(self) -> bool:
-        """Check whether positional arguments need no rearranging."""
-        return not self._static
+        self._parameters = list(self._signature.parameters.values()) if self._signature else []
+        self._names = [p.name for p in self._parameters]
+        self.static = self.named(static_argnums, "static_argnums").union(static_argnames)
+        self.check_named(self.static, "static_argnames")
 
     def named(self, argnums: Sequence[int], what: str) -> frozenset[str]:
         """Names of the parameters at these positions, which came as the argument `what`."""
-        names = self.names
         for n in argnums:
-            if not -len(names) <= n < len(names):
-                raise ValueError(f"{what}={n}: the step has {len(names)} parameters")
-        return frozenset(names[n] for n in argnums)
+            if not -len(self._names) <= n < len(self._names):
+                raise ValueError(f"{what}={n}: the step has {len(self._names)} parameters")
+        return frozenset(self._names[n] for n in argnums)
 
     def check_named(self, names: Collection[str], what: str) -> None:
         """Refuse names that no parameter has, which came as the argument `what`."""
-        parameters = self._signature.parameters.values() if self._signature else ()
-        unknown = set(names) - {p.name for p in parameters}
-        if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            raise ValueError(f"{what}={sorted(unknown)}: the step's parameters are {list(self.names)}")
+        unknown = set(names).difference(self._names)
+        if unknown and not any(p.kind is p.VAR_KEYWORD for p in self._parameters):
+            raise ValueError(f"{what}={sorted(unknown)}: the step's parameters are {self._names}")
 
     def arrange(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
         """All arguments of a call in the order of the parameters, constants as `Static`."""
@@ -56,15 +45,15 @@ class Calling:
             args, kwargs = bound.args, bound.kwargs
         keywords = tuple(kwargs)
         values = (*args, *kwargs.values())
-        if self._static:
+        if self.static:
             named = zip(self.of(len(values), keywords), values, strict=True)
-            values = tuple(_static(name, x) if name in self._static else x for name, x in named)
+            values = tuple(_static(name, x) if name in self.static else x for name, x in named)
         return values, keywords
 
     def of(self, count: int, keywords: Collection[str] = ()) -> list[str]:
         """Return the name of each argument of a call, for messages."""
         names, places = [], count - len(keywords)
-        for p in self._signature.parameters.values() if self._signature else ():
+        for p in self._parameters:
             if p.kind is p.VAR_POSITIONAL:
                 names += [f"{p.name}[{i}]" for i in range(places - len(names))]
             elif p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
@@ -90,6 +79,8 @@ def _static(name: str, value: Any) -> Static:
     return Static(value)
 
 
+AnyMesh = Mesh | Sizes | Literal["auto"]
+Layouts = Mapping[str, int | None]  # the dimension to cut, by a regular expression for the names of leaves of the state
 Batch = int | str
 Compression = Literal["bf16", "fp16"]
 AUTO: Literal["auto"] = "auto"
@@ -107,8 +98,8 @@ class Settings:
     donate_argnums: frozenset[str]  # names of arguments that are
     check_finite: bool  # whether NaN and infinity in the result are errors
     check_every: int  # calls between comparisons of the devices' copies; 0 for never
-    mesh: Mesh | Sizes | Literal["auto"] | None  # the devices, or the sizes of the axes of all of the job's
-    layouts: Mapping[str, int | None] | None  # by a regular expression for the names of leaves of the state
+    mesh: AnyMesh | None  # the devices, or the sizes of the axes of all of the job's
+    layouts: Layouts | None  # along the model axis, if the user has said so
     bucket_bytes: int | None  # of a message of gradients
     compress: Compression | None  # the dtype for sending gradients
 

@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -16,18 +15,18 @@ from jaxdist.agreement import sync
 from jaxdist.agreement.calls import CHANGED, agree
 from jaxdist.agreement.description import Description, list_ranks, unlike_the_root
 from jaxdist.agreement.ledger import Entry, Ledger
-from jaxdist.agreement.meshes import Meshes
+from jaxdist.agreement.meshes import connect
 from jaxdist.compat import trace_settings
 from jaxdist.errors import in_words
-from jaxdist.ir.fingerprint import type_text
+from jaxdist.ir.fingerprint import checksum, on_host, type_text
 from jaxdist.placements import report
 from jaxdist.placements.layouts import Layout, Padded, physical
 from jaxdist.runtime.compiler import settings as of_jax
 from jaxdist.runtime.context import Context, machine_of
 from jaxdist.step import batch, finite, modules
 from jaxdist.step.calling import Settings
-from jaxdist.step.known import Known, Taken, check_there
-from jaxdist.step.placer import ELSEWHERE, Placer, checksum, spans
+from jaxdist.step.known import Known, check_there, taken
+from jaxdist.step.placer import ELSEWHERE, Placer, spans, type_key
 from jaxdist.step.program import Program, ProgramCache
 from jaxdist.step.reading import Reader
 from jaxdist.step.signature import Signature, flat
@@ -41,7 +40,7 @@ class Calls:
     """The calls of one step on one mesh."""
 
     def __init__(self, base: str, settings: Settings, context: Context, mesh: Mesh, passed: Mesh | None = None):
-        context.only(Meshes).connect(mesh)
+        connect(context, mesh)
         self.name, self.number = base, 0
         self._entered = 0  # the last call that this rank has entered for good
         self._settings, self.context, self.mesh = settings, context, mesh
@@ -54,7 +53,6 @@ class Calls:
         self._known: dict[Any, Known] = {}  # by all that a program is for
         self._agreed: set[bytes] = set()  # digests of calls that all ranks have made
         self._unsure: set[Signature] = set()  # of calls in which all ranks have passed the same batch so far
-        self._taken = Taken(base)
         self._warned = False  # of what is gathered
 
     def clear(self) -> None:
@@ -86,12 +84,12 @@ class Calls:
         result, found = self._call(known, state, batch)
         program, name, call = known.program, self.name, self.number
         if program.donated:
-            self._taken.step, self._taken.call, self._taken.state = name, call, program.taken(state)
+            taken[self] = name, call, (gone := program.taken(state))
             if program.virtual:  # where NumPy looks at one device's part JAX keeps it, and would crash on the others
-                for x in self._taken.state:
+                for x in gone:
                     x.delete()
         if found is not None:
-            kinds = (True, True) if self._settings.check_finite else self.cache.looked_for or (True, True)
+            kinds = (not self._settings.check_finite and self.cache.looked_for) or (True, True)
             finite.examine(program.placed.step.checked, found, self.mesh, f"step {name!r}, call {call}: ", kinds)
         if self._settings.check_every and call % self._settings.check_every == 0:
             sync.compare(self.context, result, f"check of {name} call {call}", f"step {name!r}, call {call}: result")
@@ -121,13 +119,13 @@ class Calls:
     ) -> tuple[Known, Sequence[int] | None]:
         """Return the call for these arguments; unless it is the latest, also the leaves of the state that must move."""
         settings, latest = (trace_settings(), self.cache.looked_for), self._latest.get(tree)
-        if latest is not None and latest.fits(leaves, self.placer.batch_key, settings) and not latest.gone(leaves):
+        if latest is not None and latest.fits(leaves, settings) and not latest.gone(leaves):
             return latest, None
         check_there(self.name, self._settings.calling, args, keywords, leaves)
         signature = self.reader.signature(args, keywords, leaves, tree)
         data = signature.data(leaves)
-        own = [self.placer.batch_key(data[i]) for i in signature.batch]
-        kept = [(_type(data[i]), self.placer.layout(data[i])) for i in signature.state]
+        own = [type_key(data[i]) for i in signature.batch]
+        kept = [(type_key(data[i]), self.placer.layout(data[i])) for i in signature.state]
         key = signature, settings, *own, *kept
         known = self._known.get(key)
         if known is None:
@@ -162,10 +160,7 @@ class Calls:
         placed = [one.placed for one in made.placed.emitted[1]]
         if not placed or not self.context.is_root or self._warned:
             return
-        text = report.warning(placed)
-        if self._settings.batch_argnums is None:
-            text = text or made.placed.unsplit()
-        if text:
+        if text := report.warning(placed) or (self._settings.batch_argnums is None and made.placed.unsplit()):
             self._warned = True  # and once of a step that is decorated anew, in a loop or for each trial
             say_once(f"step {self.reader.name!r}: {text}")
 
@@ -173,8 +168,7 @@ class Calls:
 
     @property
     def _with_bits(self) -> bool:
-        """Check whether this call compares the copies of state, which code outside of the step may have changed on
-        some ranks: in the first, second, fourth, eighth, ..."""
+        """Check whether this call compares the copies of state, which code of some ranks may have changed."""
         return self.number & (self.number - 1) == 0
 
     @property
@@ -232,7 +226,7 @@ class Calls:
                 f"rank {list_ranks(differs[copies[0]])} do not hold the same. {CHANGED}"
             )
         if fresh:
-            tells = self.reader.check(signature, data, everyone, differs, context)
+            tells = self.reader.check(signature, data, everyone, differs)
             (self._unsure.discard if tells else self._unsure.add)(signature)
         return differs
 
@@ -252,31 +246,32 @@ class Calls:
         """Return the leaves, with the state where the program needs it."""
         data, layouts = known.signature.data(leaves), known.program.placed.layouts
         # Shards move between memories without a broadcast.
-        taken = [i for i in moved if not isinstance(self.placer.layout(data[i]), Layout)]
-        self._say_differs(known, taken, data, differs)
+        broadcast = [i for i in moved if not isinstance(self.placer.layout(data[i]), Layout)]
+        differs = {i: differs[i] for i in broadcast if i in differs and not spans(physical(data[i]))}
+        self._say_differs(known, data, differs)
         placed = self.placer.place_state([data[i] for i in moved], [layouts[i] for i in moved])
         out = list(leaves)
         for i, x in zip(moved, placed, strict=True):
             out[known.at[i]] = x
         return out
 
-    def _say_differs(
-        self, known: Known, taken: Collection[int], data: Sequence[Any], differs: dict[int, list[int]]
-    ) -> None:
+    def _say_differs(self, known: Known, data: Sequence[Any], differs: dict[int, list[int]]) -> None:
         """Rank 0's state is used on all ranks. State that is only read must not differ; for other state, warn."""
         placed, names = known.program.placed, known.signature.names
-        differs = {i: ranks for i, ranks in differs.items() if i in taken and not spans(physical(data[i]))}
-        read = placed.unreturned.union(self._may_be_batch(known.signature, data))
+        read = set(placed.unreturned)
+        for _, at, _ in known.signature.arguments if self._settings.batch_argnums is None else ():
+            if len(set(batch.sizes([data[i] for i in at])) - {None}) == 1:  # it could as well be the batch
+                read.update(at)
         for i in sorted(read.intersection(differs)):
             advice = (
                 "If each rank has its own part of it, it belongs to the batch: name its argument in batch_argnums. If "
                 "the ranks should have the same, decorate the step that made it with jaxdist.data_parallel. "
                 + batch.INDICES
             )
-            shape, dtype = placed.avals[i].shape, placed.avals[i].dtype
-            if not shape:
+            aval = placed.avals[i]
+            if not aval.shape:
                 advice = "It has no per-example axis, so every rank must pass the same value"
-            if jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and shape in ((2,), (4,))):
+            if batch.is_keys(aval) or batch.like_a_raw_key(aval):
                 advice = "Use one key on all ranks: each example gets numbers of its own from it"
             raise ValueError(
                 f"step {self.name!r}: state leaf {names[i]} is not the same on rank 0 and rank "
@@ -290,33 +285,18 @@ class Calls:
                 self.name, names[differ[0]], also, list_ranks(differs[differ[0]]),
             )  # fmt: skip
 
-    def _may_be_batch(self, signature: Signature, data: Sequence[Any]) -> set[int]:
-        """Leaves of the state that could as well be the batch, since all arrays of their argument have one length."""
-        if self._settings.batch_argnums is not None:
-            return set()
-        lengths = [(at, set(batch.sizes([data[i] for i in at])) - {None}) for _, at, _ in signature.arguments]
-        return {i for at, own in lengths if len(own) == 1 for i in at}
-
-
-def _type(x: Any) -> Any:
-    return (x.shape, x.dtype, getattr(x, "weak_type", None)) if hasattr(x, "shape") else type(x)
-
-
-def _dtype_of(x: Any) -> Any:
-    # The dtype after conversion: with jax_enable_x64 on one rank alone, NumPy's float64 differs between ranks.
-    return (
-        jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True) if hasattr(x, "dtype") else type(x).__name__
-    )
-
 
 def _type_of(x: Any) -> str:
-    return type_text(_dtype_of(x), np.shape(x)) + (f" of {x.total} in all" if isinstance(x, batch.BatchPart) else "")
+    own = type(x).__name__
+    if hasattr(x, "dtype"):  # with jax_enable_x64 on one rank alone, NumPy's float64 differs between ranks
+        own = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+    return type_text(own, np.shape(x)) + (f" of {x.total} in all" if isinstance(x, batch.BatchPart) else "")
 
 
 def _value(x: Any, placer: Placer, own: bool, copies: bool) -> int | None:
     """Return the checksum of a leaf, or None if it is in parts on several processes."""
     if type(x) is not Padded and not spans(x):
-        return checksum(x) if own else 0
+        return checksum(on_host(x)) if own else 0
     if placer.layout(x) is not None:
         return None
-    return checksum(physical(x).addressable_data(0)) if copies else 0
+    return checksum(on_host(physical(x).addressable_data(0))) if copies else 0

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from jaxdist.compat import is_pmapped
 from jaxdist.mesh import AXIS, Sizes
-from jaxdist.step.calling import AUTO, COMPRESSIONS, Batch, Calling, Compression, Settings
+from jaxdist.step.calling import AUTO, COMPRESSIONS, AnyMesh, Batch, Calling, Compression, Layouts, Settings
 from jaxdist.step.decorated import DataParallel, decorated_with
 
 P = ParamSpec("P")
@@ -86,8 +86,7 @@ def data_parallel(
         has a NaN or an infinity. Each call waits for the step, and state is not donated.
       check_every: run `jaxdist.check_sync` on the result every this many calls; 0 for never.
       bucket_bytes: combine gradients of one dtype into messages of about this size; 0 sends each separately. The
-        default is 1 MiB between CPU processes, 256 KiB between the devices of one process, and 0 on GPUs, where XLA
-        combines them.
+        default is 1 MiB between CPU processes, 256 KiB between devices of a process, and 0 (left to XLA) on GPUs.
       compress: ``"bf16"`` or ``"fp16"`` to send gradients in 16 bits. Between CPU processes, the error is at most
         2**-8 (bf16) or 2**-10 (fp16) of the sum of the parts' magnitudes; on GPUs, NCCL also rounds partial sums.
       mesh: the devices to use, with one axis named ``"data"``. The default is all devices of the job.
@@ -111,9 +110,6 @@ def data_parallel(
       >>> w, loss = step(jnp.ones(3), jnp.ones((8, 3)))
       >>> float(loss)
       9.0
-
-    References:
-      Li et al., *PyTorch Distributed*, VLDB 2020; https://docs.jax.dev/en/latest/notebooks/shard_map.html
     """
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(f"mesh={mesh!r}: a jax.sharding.Mesh; jaxdist.parallel takes sizes of axes, and 'auto'")
@@ -129,18 +125,11 @@ def data_parallel(
 
 @overload
 def parallel(
-    step: Callable[P, R],
-    *,
-    mesh: Mesh | Sizes | Literal["auto"],
-    layouts: Mapping[str, int | None] | None = ...,
-    **options: Unpack[Options],
+    step: Callable[P, R], *, mesh: AnyMesh, layouts: Layouts | None = ..., **options: Unpack[Options]
 ) -> DataParallel[P, R]: ...
 @overload
 def parallel(
-    *,
-    mesh: Mesh | Sizes | Literal["auto"],
-    layouts: Mapping[str, int | None] | None = ...,
-    **options: Unpack[Options],
+    *, mesh: AnyMesh, layouts: Layouts | None = ..., **options: Unpack[Options]
 ) -> Callable[[Callable[P, R]], DataParallel[P, R]]: ...
 def parallel(
     step: Callable[..., Any] | None = None,
@@ -183,9 +172,6 @@ def parallel(
       >>> w, loss = step({"in": jnp.ones((3, 4)), "out": jnp.ones((4, 2))}, jnp.zeros((8, 3)))
       >>> float(loss)
       0.0
-
-    References:
-      Shoeybi et al., *Megatron-LM*, arXiv 1909.08053; Xu et al., *GSPMD*, arXiv 2105.04663.
     """
     if not isinstance(mesh, (Mesh, Mapping)) and mesh != AUTO:
         raise (ValueError if isinstance(mesh, str) else TypeError)(
@@ -196,18 +182,11 @@ def parallel(
     return decorator(step, mesh, layouts, options)
 
 
-def decorator(
-    step: Callable[..., Any] | None,
-    mesh: Mesh | Sizes | Literal["auto"] | None,
-    layouts: Mapping[str, int | None] | None,
-    options: Options,
-) -> Any:
+def decorator(step: Callable[..., Any] | None, mesh: AnyMesh | None, layouts: Layouts | None, options: Options) -> Any:
     """The decorated step, or what decorates one."""
     of: dict[str, Any] = {**_DEFAULTS, **options}
     _check(of)
-    argnums = {
-        name: _several(of[name]) for name in of if name.endswith(("argnums", "argnames")) and of[name] is not None
-    }
+    of |= {name: _several(x) for name, x in of.items() if name.endswith(("nums", "names")) and x is not None}
 
     def decorate(step: Callable[..., Any]) -> Any:
         if not callable(step):
@@ -218,11 +197,11 @@ def decorator(
                 "decorate with jaxdist.data_parallel instead of jax.pmap; lax.pmean and the like stay, and arguments "
                 "lose the axis of devices"
             )
-        calling = Calling(step, argnums["static_argnums"], argnums["static_argnames"])
-        donated = calling.named(argnums["donate_argnums"], "donate_argnums").union(argnums["donate_argnames"])
+        calling = Calling(step, of["static_argnums"], of["static_argnames"])
+        donated = calling.named(of["donate_argnums"], "donate_argnums").union(of["donate_argnames"])
         calling.check_named(donated, "donate_argnames")
         settings = Settings(
-            step, calling, argnums.get("batch_argnums"), of["donate"], donated, of["check_finite"],
+            step, calling, of["batch_argnums"], of["donate"], donated, of["check_finite"],
             of["check_every"], mesh, layouts, of["bucket_bytes"], of["compress"],
         )  # fmt: skip
         return decorated_with(settings)

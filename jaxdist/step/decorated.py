@@ -5,8 +5,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
 import jax
 from jax.sharding import Mesh
@@ -17,11 +16,11 @@ from jaxdist.errors import StepError
 from jaxdist.ir.primitives import plain_p
 from jaxdist.ir.trace import inside_step, with_axis
 from jaxdist.machine import Machine
-from jaxdist.mesh import Sizes, mesh_of
+from jaxdist.mesh import mesh_of
 from jaxdist.placements.strategy import Placed
 from jaxdist.runtime.context import Context, get_context, machine_of
 from jaxdist.step import modules
-from jaxdist.step.calling import AUTO, Settings
+from jaxdist.step.calling import AUTO, AnyMesh, Settings
 from jaxdist.step.calls import Calls
 from jaxdist.step.forecast import Forecast, choose, said
 from jaxdist.step.known import check_there
@@ -45,7 +44,7 @@ class DataParallel(Generic[P, R]):
         step = settings.step
         self._base = getattr(step, "__qualname__", type(step).__name__)
         self._bound: Calls | None = None
-        self.why = ""  # it has its mesh, if it has chosen one
+        self.why = ""  # it has chosen its mesh
 
     def __reduce__(self) -> Any:
         """Pickle as the step of the same module, or (from a notebook) as its decoration."""
@@ -73,7 +72,7 @@ class DataParallel(Generic[P, R]):
         calls, config, keywords = self._calls(args, kwargs), cast("Any", jax.config), ()
         if config.jax_disable_jit:
             return self._op_by_op(calls, args, kwargs)
-        if kwargs or not self._settings.calling.plain:
+        if kwargs or self._settings.calling.static:
             args, keywords = self._settings.calling.arrange(args, kwargs)
         if config.jax_debug_nans or config.jax_debug_infs:  # counted in the step: JAX would look in our code
             with calls.cache.looking_for((config.jax_debug_nans, config.jax_debug_infs)):
@@ -109,8 +108,7 @@ class DataParallel(Generic[P, R]):
     @api_boundary
     @under_no_mesh
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
-        """The program for these arguments, lowered and not yet compiled, to look at: its text, cost and memory. Nothing
-        is sent."""
+        """The program for these arguments, lowered and not yet compiled. Nothing is sent."""
         calls = self._calls(args, kwargs)
         signature, leaves = self._read(calls, args, kwargs)
         calls.placer.check(signature, leaves)
@@ -124,7 +122,7 @@ class DataParallel(Generic[P, R]):
             self._bound.clear()
 
     @property
-    def mesh(self) -> Mesh | Sizes | Literal["auto"] | None:
+    def mesh(self) -> AnyMesh | None:
         """The mesh option that it was decorated with."""
         return self._settings.mesh
 
@@ -164,7 +162,7 @@ class DataParallel(Generic[P, R]):
         """The fastest mesh for a call, the same on every rank, and why. Every rank calls it."""
 
         def part() -> Part[tuple[Mesh, str]]:
-            mesh, why = choose(self.forecast(context.mesh, machine_of(context.mesh), args, kwargs, parts=True), context)
+            mesh, why = choose(self.forecast(context.mesh, machine_of(context.mesh), args, kwargs, True), context)
             return Part((mesh, why), (("mesh", said(mesh.shape)),))
 
         advice = lambda _: "Give the sizes of its axes, or the same JAXDIST_MACHINE on all ranks"
@@ -175,15 +173,9 @@ class DataParallel(Generic[P, R]):
 
     @under_no_mesh
     def forecast(
-        self,
-        mesh: Mesh,
-        machine: Machine,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] = MappingProxyType({}),
-        parts: bool = False,
+        self, mesh: Mesh, machine: Machine, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: bool
     ) -> Forecast:
-        """A call on other devices than those of its own mesh, which need not be here (see `jaxdist.step.forecast`); its
-        batch is whole, or each process has its part."""
+        """A call on devices that need not be here; its batch is whole, or this process's part of one."""
         if self._settings.mesh is not None:
             other: DataParallel[P, R] = DataParallel(dataclasses.replace(self._settings, mesh=None))
             return other.forecast(mesh, machine, args, kwargs, parts)

@@ -1,7 +1,7 @@
 """`check_finite`: NaN and infinity by the name of the leaf that holds them.
 
-Inside a decorated step the counts are one more output of its program: a small array, the same on every device, that
-is examined on the host after the call. So all ranks see it, and raise the same error, without one more message.
+In a decorated step the counts are one more output of its program, the same on every device and examined after the call:
+all ranks raise the same error without one more message.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ class Findings:
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self._counts: list[Any] = []
+        self.counts: list[Any] = []  # of each: int32[devices, 2], how many NaN, how many infinite; the same everywhere
         self._level = get_opaque_trace_state()
 
     def look_at(self, tree: Any, name: str) -> None:
@@ -95,11 +95,7 @@ class Findings:
             if _is_float(x):
                 self.names.append(name + jax.tree_util.keystr(path))
                 mesh = step_mesh()
-                self._counts.append(count_p.bind(x, devices=mesh.size if mesh else 1))
-
-    def everywhere(self) -> jax.Array:
-        """int32[devices, leaves, 2], the same on each device: how many NaN, how many infinite."""
-        return jnp.stack(self._counts, 1)
+                self.counts.append(count_p.bind(x, devices=mesh.size if mesh else 1))
 
 
 _collector: ContextVar[Findings | None] = ContextVar("jaxdist_findings", default=None)
@@ -116,9 +112,7 @@ def collecting() -> Iterator[Findings]:
         _collector.reset(token)
 
 
-def examine(
-    names: Sequence[str], found: jax.Array, mesh: Mesh, prefix: str, kinds: tuple[bool, bool] = (True, True)
-) -> None:
+def examine(names: Sequence[str], found: jax.Array, mesh: Mesh, prefix: str, kinds: tuple[bool, bool]) -> None:
     """Look at the counts of a call of a step. Waits for its end."""
     counts = np.array(found.addressable_data(0))
     counts[:, [name.startswith("result") for name in names]] *= np.array(kinds)
@@ -146,9 +140,7 @@ def _devices(mesh: Mesh, at: Sequence[int]) -> str:
 
 
 def _say(counts: np.ndarray) -> str:
-    nan, infinite = (int(n) for n in counts)
-    parts = [f"{nan} NaN"] if nan else []
-    return " and ".join([*parts, f"{infinite} infinite"] if infinite else parts)
+    return " and ".join(f"{int(n)} {kind}" for n, kind in zip(counts, ("NaN", "infinite"), strict=True) if n)
 
 
 def _is_float(x: Any) -> bool:

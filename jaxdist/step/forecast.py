@@ -25,7 +25,7 @@ from jaxdist.step.calling import Settings
 from jaxdist.step.placer import abstract, in_shards
 from jaxdist.step.program import Program, ProgramCache
 from jaxdist.step.signature import Signature
-from jaxdist.step.tracing import StepJaxpr, jaxpr_of, traced
+from jaxdist.step.tracing import traced
 
 
 class Held(NamedTuple):
@@ -34,7 +34,7 @@ class Held(NamedTuple):
     name: str  # of the leaf
     role: str  # ``"batch"``, what `jaxdist.zero` is given it as (``"state"``, ``"parameter"``), or ``""``
     bytes: int  # of a device
-    host: bool = False  # whether they are in the host's memory
+    host: bool  # whether they are in the host's memory
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Times:
 
 @dataclass(frozen=True, eq=False)
 class Ahead:
-    """A step for devices that need not be here, emitted; what a device holds, computes and sends."""
+    """A step for devices that need not be here: what a device holds, computes and sends."""
 
     made: Program
 
@@ -88,8 +88,7 @@ class Ahead:
 
     @functools.cached_property
     def results(self) -> int:
-        """Bytes of a device's results that can't take the place of an argument, at least; not of those in the host's
-        memory, nor of arguments that are returned as they came."""
+        """Bytes of a device's results, at least, that are new and take the place of no argument."""
         placed, arguments = self.made.placed, self.arguments
         program = placed.emitted[0].jaxpr
         came, away = set(program.invars), {k for k, i in enumerate(placed.step.sources) if i in placed.offloaded}
@@ -135,16 +134,9 @@ class Ahead:
         compute = self.flops / kind.rate("bfloat16")
         kept = sum(x.bytes for x in self.arguments if x.role != "batch" and not x.host)
         state = 2 * kept / kind.bandwidth + 2 * self.away / (kind.host or kind.bandwidth)
-        in_host = between = hidden = 0.0
-        for c in sent:
-            if c.devices > 1:
-                seconds = c.seconds(machine)
-                if machine.crossings(c.groups):
-                    between += seconds
-                else:
-                    in_host += seconds
-                hidden += seconds * c.overlapped
-        return Times(compute, state, in_host, between, min(hidden, compute))
+        spent = [(c.seconds(machine), bool(machine.crossings(c.groups)), c.overlapped) for c in sent if c.devices > 1]
+        in_host, between = (math.fsum(s for s, crosses, _ in spent if crosses == far) for far in (False, True))
+        return Times(compute, state, in_host, between, min(math.fsum(s * part for s, _, part in spent), compute))
 
 
 @dataclass
@@ -158,7 +150,6 @@ class Forecast:
     mesh: Mesh
     _machine: Machine
     cut: dict[int, int] = field(default_factory=dict)  # by the model axis, for the step's own batch and level
-    _jaxprs: dict[Mesh | None, StepJaxpr] = field(default_factory=dict)  # with no mesh: for all that `on` makes
 
     def on(self, mesh: Mesh) -> "Forecast":
         """Return the same call on a different mesh of the same number of devices."""
@@ -185,15 +176,13 @@ class Forecast:
         return [self.leaves[i] for i in self._signature.batch]
 
     def ahead(self, level: int | None = None, shared: int | None = None) -> Ahead:
-        """The step, traced once for all levels and groups; placed and emitted, and lowered when it is asked for."""
+        """The step, traced once for all levels and groups; placed and emitted."""
         signature, mesh = self._signature, self.mesh
         avals = [abstract(x) for x in self.leaves]
-        names = [signature.names[i] for i in signature.batch]
-        batch.check(names, [avals[i] for i in signature.batch], [1] * len(names))
-        trace = traced(
-            self._jaxpr(avals), signature, avals, mesh, self._machine, level, shared,
-            self._settings.layouts, self.cut,
-        )  # fmt: skip
+        for i in signature.batch:
+            batch.check(signature.names[i], avals[i], 1)
+        step, layouts = self._cache.jaxpr(signature, avals, mesh), self._settings.layouts
+        trace = traced(step, signature, avals, mesh, self._machine, level, shared, layouts, self.cut)
         layouts = list(trace.layouts)
         self.cut = {i: cut.dim for i, how in enumerate(layouts) if how and (cut := how.by(MODEL))}
         for i in signature.state:
@@ -204,33 +193,21 @@ class Forecast:
         _ = ahead.made.placed.emitted  # what it can't be placed for is an error here
         return ahead
 
-    def _jaxpr(self, avals: Sequence[Any]) -> StepJaxpr:
-        if found := self._jaxprs.get(None) or self._jaxprs.get(self.mesh):
-            return found
-        of = self._settings
-        made = jaxpr_of(of.step, self._signature, avals, self.mesh, of.check_finite)
-        self._jaxprs[self.mesh if made.knows_mesh else None] = made
-        return made
-
 
 # --- the choice of a mesh: by FLOPs, state and messages on each; nothing is compiled
 
 
 def order(cost: float, peak: float, least: int, memory: float) -> tuple[bool, float, int]:
-    """A key by which programs are ordered, the one to take first: the fastest of those that are expected to fit, or,
-    if there is none, the one that needs the least memory."""
+    """A key for sorting programs: the fastest that fits is first, or else the one that needs the least memory."""
     too_large = peak > memory
     return too_large, peak if too_large else cost, least
 
 
 def meshes(devices: int, in_host: int, batch: Sequence[Any]) -> Iterator[dict[str, int]]:
-    """The meshes with an example for each device along the axis of data at least, entries of their second dimension
-    for those along the sequence axis, and any size of the model axis.
-
-    Two-dimensional floats count as features, not sequences.
-
-    Sequences and the model are cut within a host, unless there are fewer examples than hosts."""
+    """The meshes whose axes have no more devices than the batch has examples and its sequences have entries."""
+    # Sequences and the model are cut within a host, unless there are fewer examples than hosts.
     found = False
+    # Two-dimensional floats count as features, not sequences.
     lengths = [a.shape[1] for a in batch if a.ndim > 2 or (a.ndim == 2 and jnp.issubdtype(a.dtype, jnp.integer))]
     for inner in (n for n in range(1, devices + 1) if devices % n == 0):
         if any(a.shape[0] < devices // inner for a in batch):

@@ -5,7 +5,7 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 
@@ -15,7 +15,7 @@ from jaxdist.errors import DonatedError
 from jaxdist.placements.layouts import Padded, physical
 from jaxdist.step.batch import is_keys
 from jaxdist.step.calling import Calling
-from jaxdist.step.placer import Placer, without_aliases
+from jaxdist.step.placer import Placer, type_key, without_aliases
 from jaxdist.step.program import Program
 from jaxdist.step.signature import Signature, leaf_name, picker
 
@@ -38,7 +38,6 @@ class Known:
 
     @property
     def signature(self) -> Signature:
-        """Its signature."""
         return self.program.placed.signature
 
     @functools.cached_property
@@ -46,7 +45,7 @@ class Known:
         return picker([self.at[i] for i in self.signature.state])
 
     def remember(self, leaves: Sequence[Any]) -> None:
-        """From now on `fits` knows the state by these leaves."""
+        """Let `fits` know the state by these leaves."""
         self._keys = [k for k, x in enumerate(self._pick(leaves)) if is_keys(x)]
         state = self._arrays(leaves)
         self._avals, self._shardings = list(map(_aval_of, state)), list(map(sharding_of, state))
@@ -59,9 +58,9 @@ class Known:
                 state[k] = bits_of(state[k])
         return state
 
-    def fits(self, leaves: Sequence[Any], batch_key: Callable[[Any], Any], settings: Any) -> bool:
-        """Check whether a call with the same structure is this one, by the identity of types: a step's results keep
-        theirs from call to call."""
+    def fits(self, leaves: Sequence[Any], settings: Any) -> bool:
+        """Check whether a call of the same structure is this one."""
+        # By the identity of types: a step's results keep theirs from call to call.
         try:
             state = self._arrays(leaves)
             same = all(map(operator.is_, map(_aval_of, state), self._avals))
@@ -73,14 +72,13 @@ class Known:
             and all(type(state[k]) is Padded for k in self.program.placed.padded)
             and self.settings == settings
             and all((type(leaves[i]), leaves[i]) == (kind, value) for i, kind, value in self.constants)
-            and [batch_key(leaves[self.at[i]]) for i in self.signature.batch] == self.batch
+            and [type_key(leaves[self.at[i]]) for i in self.signature.batch] == self.batch
         )
 
     def gone(self, leaves: Sequence[Any]) -> bool:
         """Check whether a different call took the memory of some leaf of a call that fits."""
-        return any(map(_is_deleted, self._pick(leaves))) or any(
-            is_gone(leaves[self.at[i]]) for i in self.signature.batch
-        )
+        batch = (leaves[self.at[i]] for i in self.signature.batch)
+        return any(map(_is_deleted, self._pick(leaves))) or any(map(is_gone, batch))
 
     def arguments(self, leaves: Sequence[Any], placer: Placer) -> tuple[list[Any], list[Any]]:
         """Return the program's arguments: the leaves of the state and of the batch, on the mesh."""
@@ -94,24 +92,8 @@ class Known:
 
 # --- memory that an earlier call has taken
 
-
-class Taken:
-    """The arrays that the latest call of a step took: they are gone, and name the call that has them."""
-
-    _all: ClassVar["weakref.WeakSet[Taken]"] = weakref.WeakSet()
-
-    def __init__(self, step: str):
-        self.step, self.call = step, 0
-        self.state: Sequence[Any] = ()
-        self._all.add(self)
-
-    @classmethod
-    def by(cls, array: Any) -> str:
-        """Return the call that took an array, in words."""
-        for one in list(cls._all):
-            if any(x is array for x in one.state):
-                return f"call {one.call} of step {one.step!r} took its memory (donate=)"
-        return "an earlier call of a step, or of jax.jit, that donates took its memory, or it was deleted"
+# By the `Calls` of each step: its name, its latest call that took memory, and the arrays that are gone.
+taken: "weakref.WeakKeyDictionary[Any, tuple[str, int, Sequence[Any]]]" = weakref.WeakKeyDictionary()
 
 
 def check_there(
@@ -121,9 +103,11 @@ def check_there(
     if not any(map(is_gone, leaves)):
         return
     path, array = next((path, x) for path, x in jax.tree_util.tree_leaves_with_path(args) if is_gone(x))
-    name = leaf_name(calling.of(len(args), keywords), path)
+    name, array = leaf_name(calling.of(len(args), keywords), path), physical(array)
+    by = [f"call {call} of step {of!r}" for of, call, gone in list(taken.values()) if any(x is array for x in gone)]
+    by = by[0] if by else "an earlier call of a step or of jax.jit, or a deletion,"
     raise DonatedError(
-        f"step {step!r}: {name} is gone: {Taken.by(physical(array))}. Go on with what that call returned, pass it a "
+        f"step {step!r}: {name} is gone: {by} took its memory (donate=). Go on with what that call returned, pass it a "
         "copy (jax.numpy.copy), or leave donate= out where it was given"
     )
 

@@ -1,10 +1,7 @@
 """flax nnx: modules and optimizers as arguments of a step, changed in place, as under `nnx.jit`.
 
-Before a call the objects among the arguments are split, together, into a description of the graph (a constant of the
-program) and a state of arrays, an ordinary argument. In the step they are put together again; what it
-changed is one more part of its result, and goes back into the caller's objects.
-
-Reference: https://flax.readthedocs.io/en/latest/guides/transforms.html
+Before a call the objects among the arguments are split, together, into a graph (a constant of the program) and a state
+of arrays. In the step they are put together again; their new state is one more part of its result.
 """
 
 import dataclasses
@@ -18,22 +15,17 @@ from jaxdist.errors import StepError
 from jaxdist.step.calling import apply
 
 
-class _NoKey:
-    def __str__(self) -> str:
-        return ""
-
-
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class NnxArrays:
     """The arrays of one argument that has objects in it."""
 
-    state: Any  # its part of the state of all objects
+    state: Any  # its part of the state of all objects; None: all of its variables are in earlier arguments, too
     graph: Any  # of all objects, in the first of the arguments; else None
     position: int  # among the arguments that have objects
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        return ((_NoKey(), self.state),), (self.graph, self.position)
+        return (("", self.state),), (self.graph, self.position)
 
     @classmethod
     def tree_unflatten(cls, about: Any, children: Any) -> "NnxArrays":
@@ -68,7 +60,7 @@ def split(args: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
         graph, state = nnx.split(objects)
     out = list(args)
     for k, i in enumerate(at):
-        out[i] = NnxArrays(_of(state, k), graph if k == 0 else None, k)
+        out[i] = NnxArrays(state.get(k), graph if k == 0 else None, k)
     return tuple(out), objects
 
 
@@ -80,7 +72,7 @@ def run(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str]) 
     from flax import nnx
 
     parts = [args[i] for i in at]
-    objects = nnx.merge(parts[0].graph, _joined([p.state for p in parts]))
+    objects = nnx.merge(parts[0].graph, _joined(parts))
     whole = list(args)
     for i, x in zip(at, objects, strict=True):
         whole[i] = x
@@ -97,7 +89,7 @@ def run(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str]) 
             "that is not an array, has changed. Create all variables (also those of sow and of metrics) before the "
             "first step, and set attributes (model.train(), model.eval()) outside it"
         )
-    return result, tuple(NnxArrays(_of(state, k), p.graph, k) for k, p in enumerate(parts))
+    return result, tuple(NnxArrays(state.get(k), p.graph, k) for k, p in enumerate(parts))
 
 
 def update(objects: Sequence[Any], result: Any) -> Any:
@@ -105,20 +97,11 @@ def update(objects: Sequence[Any], result: Any) -> Any:
     from flax import nnx
 
     result, parts = result
-    nnx.update(objects, _joined([p.state for p in parts]))
+    nnx.update(objects, _joined(parts))
     return result
 
 
-def _of(state: Any, position: int) -> Any:
-    """An argument's part of the state: one that has all its variables in common with earlier ones has none."""
-    return state.get(position, {})
-
-
-def _is_empty(state: Any) -> bool:
-    return isinstance(state, dict) and not state  # a variable's state is an array
-
-
-def _joined(states: Sequence[Any]) -> Any:
+def _joined(parts: Sequence[NnxArrays]) -> Any:
     from flax import nnx
 
-    return nnx.State({k: state for k, state in enumerate(states) if not _is_empty(state)})
+    return nnx.State({p.position: p.state for p in parts if p.state is not None})

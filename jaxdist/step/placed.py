@@ -12,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.communicators import Rules
-from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, GROUP, MODEL, SEQUENCE, Axis, axes_of_mesh, data_size, in_groups, passes
 from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter, compressible, local_types
@@ -26,8 +25,7 @@ from jaxdist.step.batch import is_keys, unsplit
 from jaxdist.step.signature import Signature
 from jaxdist.step.tracing import TracedStep
 
-_GATHERED_AT_ONCE = 64
-"""At most this fraction of the sharded state (1 / 64) is gathered at a time, to send fewer messages."""
+_GATHERED_AT_ONCE = 64  # at most this fraction of the sharded state (1 / 64), to send fewer messages
 
 
 @dataclass(frozen=True)
@@ -64,20 +62,10 @@ class PlacedStep:
         """The axes of that mesh, the outermost first."""
         return axes_of_mesh(self.over)
 
-    @property
-    def machine(self) -> Machine:
-        """The devices, and the links between them."""
-        return self.step.infer.machine
-
     @functools.cached_property
     def batch(self) -> list[Layout]:
         """Layouts of the leaves of the batch."""
         return [how for i in self.signature.batch if (how := self.layouts[i])]
-
-    @property
-    def state(self) -> list[Layout | None]:
-        """Layouts of the leaves of the state."""
-        return [self.layouts[i] for i in self.signature.state]
 
     @functools.cached_property
     def held(self) -> list[jax.ShapeDtypeStruct]:
@@ -92,7 +80,8 @@ class PlacedStep:
     @functools.cached_property
     def padded(self) -> list[int]:
         """The leaves of the state whose shards have a padded end."""
-        return [k for k, how in enumerate(self.state) if how and not how.is_plain]
+        kept = enumerate(self.layouts[i] for i in self.signature.state)
+        return [k for k, how in kept if how and not how.is_plain]
 
     @functools.cached_property
     def results(self) -> list[Layout | None]:
@@ -116,7 +105,11 @@ class PlacedStep:
         if self.mesh.size == 1:
             return staged(self.step.jaxpr, self.offloaded, ()), ()
         found = self.place()
-        return staged(self._fused(found[-1].infer, found[-1].placed), self.offloaded, self.axes), found
+        closed = self._emit(found[-1], bool(self.offloaded))
+        sizes = {i: self.avals[i].size * self.avals[i].dtype.itemsize for i in self.signature.state if self.layouts[i]}
+        gathered, barriers = sum(sizes.values()) // _GATHERED_AT_ONCE, not self.step.infer.machine.kind.is_cpu
+        fused = Fuse(self.bucket_bytes, self.axes, gathered, barriers=barriers)(closed)
+        return staged(fused, self.offloaded, self.axes), found
 
     def place(self) -> list[Pass]:
         """Settle the placements of the step, over an axis of the mesh after the other."""
@@ -141,7 +134,7 @@ class PlacedStep:
             ]
             found.append(Pass(infer, infer.place(block, ins, wants), ins))
             if not last:
-                closed = self._emitter(infer, found[-1].placed, True).program(local_types(found[-1].placed))
+                closed = self._emit(found[-1], True)
         return found
 
     def specs(self) -> tuple[list[P], list[P]]:
@@ -151,20 +144,14 @@ class PlacedStep:
         outs = zip(*(one.placed.outs for one in found), strict=True)
         return [_spec(found, ps) for ps in ins], [_spec(found, ps) for ps in outs]
 
-    def _emitter(self, infer: Infer, placed: Placed, marks: bool) -> Emitter:
-        may = compressible(placed, self.step.sources) if self.compress else {}
-        return Emitter(infer, placed, may, self.compress, marks)
-
-    def _fused(self, infer: Infer, placed: Placed) -> ClosedJaxpr:
-        """Return the program of a device, with its collectives in buckets."""
-        closed = self._emitter(infer, placed, bool(self.offloaded)).program(local_types(placed))
-        sizes = {i: self.avals[i].size * self.avals[i].dtype.itemsize for i in self.signature.state if self.layouts[i]}
-        barriers = not self.machine.kind.is_cpu
-        return Fuse(self.bucket_bytes, self.axes, sum(sizes.values()) // _GATHERED_AT_ONCE, barriers=barriers)(closed)
+    def _emit(self, one: Pass, marks: bool) -> ClosedJaxpr:
+        """The program of a device along the axis of a pass."""
+        may = compressible(one.placed, self.step.sources) if self.compress else {}
+        return Emitter(one.infer, one.placed, may, self.compress, marks).program(local_types(one.placed))
 
     def result_shardings(self) -> list[NamedSharding] | None:
-        """Return the shardings of results of a step in groups: on the arguments' mesh where possible, so that the next
-        call gets arguments of the same type. Returns None without groups."""
+        """The shardings of results of a step in groups; None without groups."""
+        # On the arguments' mesh where possible, so that the next call gets arguments of the same type.
         if self.over is self.mesh:
             return None
 
@@ -189,11 +176,9 @@ class PlacedStep:
             name for _, at, name in self.signature.arguments
             if self.unreturned.issuperset(at) and any(self.avals[i].shape and not is_keys(self.avals[i]) for i in at)
         ]  # fmt: skip
-        _, found = self.emitted
-        if not names or not any(worth_splitting(one.placed) for one in found):
+        if not names or not any(worth_splitting(one.placed) for one in self.emitted[1]):
             return ""
-        processes = {d.process_index for d in self.mesh.devices.flat}
-        return unsplit(names, self.mesh.size, len(processes))
+        return unsplit(names, self.mesh.size, len({d.process_index for d in self.mesh.devices.flat}))
 
 
 def _wanted(made: Placement, outer: Placement | None, axes: Sequence[Axis], k: int, carried: bool) -> Form:
@@ -204,8 +189,7 @@ def _wanted(made: Placement, outer: Placement | None, axes: Sequence[Axis], k: i
 
 
 def _stays(p: Split, axes: Sequence[Axis], k: int) -> bool:
-    """Check whether an aux value stays split over the `k`-th axis: the devices divide it (along both data axes, if
-    there are two), or the step asked for shards."""
+    """Check whether an aux value stays split over the `k`-th axis: devices divide it, or the step asked for shards."""
     own = axes[k]
     if p.stored:
         return own.name == AXIS and p.requested and p.is_tile(own.size)

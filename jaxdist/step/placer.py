@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jaxdist import compat
-from jaxdist.ir import fingerprint
 from jaxdist.mesh import AXIS, GROUP, NAMES, by_rank, data_size, in_a_row, parts_of_batch
 from jaxdist.placements.layouts import HOST, Cut, Layout, Padded, copied, layout, of_batch, on_host, physical, sharding
 from jaxdist.placements.values import is_narrow
@@ -27,7 +26,6 @@ class Placer:
     def __init__(self, context: Context, mesh: Mesh, passed: Mesh | None = None):
         self.context, self.mesh, self.passed = context, mesh, passed or mesh
         self.state_sharding = sharding(mesh, None)
-        self.local_devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
         self.processes = len({d.process_index for d in mesh.devices.flat})
         self.shared = parts_of_batch(self.passed)
         self.parts = len(self.shared)
@@ -36,29 +34,20 @@ class Placer:
 
     def layout(self, x: Any) -> Any:
         """Return a leaf's layout on the mesh, None if it is whole, `ELSEWHERE` if it is not on the mesh."""
-        padded = type(x) is Padded
-        if not padded and not isinstance(x, jax.Array):
+        own = x.sharding if isinstance(x, (Padded, jax.Array)) else None
+        if not isinstance(own, NamedSharding) or in_a_row(own.mesh) != self.mesh:
             return ELSEWHERE
-        own = x.sharding
-        if not isinstance(own, NamedSharding) or not self.is_ours(own.mesh):
-            return ELSEWHERE
-        if padded:
+        if type(x) is Padded:
             return x.layout
         host = own.memory_kind == HOST
         if not host and own.memory_kind != self.state_sharding.memory_kind:
             return ELSEWHERE
         if own.is_fully_replicated:
-            how = on_host(None, x.shape, self.mesh.size) if host else None
-            return ELSEWHERE if host and how is None else how
+            return (on_host(None, x.shape, self.mesh.size) or ELSEWHERE) if host else None
         return ELSEWHERE if (cuts := _cuts(own)) is None else layout(*cuts, host=host)
 
-    def is_ours(self, mesh: Any) -> bool:
-        """Check whether a mesh is this one, or this one in groups."""
-        return in_a_row(mesh) == self.mesh
-
     def check(self, signature: Signature, leaves: Sequence[Any]) -> None:
-        """Refuse state that is sharded over devices outside this mesh, and what this process can't pass as its part of
-        the batch."""
+        """Refuse state on devices outside this mesh, and what cannot be this process's part of the batch."""
         everywhere = data_size(self.mesh)
         own = 1 if self.processes == 1 else max(1, everywhere // self.parts * len(self.own))
         for name, is_batch, x in zip(signature.names, signature.is_batch, leaves, strict=True):
@@ -70,10 +59,10 @@ class Placer:
                     "examples of this process as a plain array"
                 )
             if is_batch and type(x) is not Padded:
-                batch.check([name], [x], [everywhere if spans(x) else own])
+                batch.check(name, x, everywhere if spans(x) else own)
             if is_batch or not isinstance(place, NamedSharding) or place.is_fully_replicated:
                 continue
-            if not self.is_ours(place.mesh) and place.device_set != set(self.mesh.devices.flat):
+            if in_a_row(place.mesh) != self.mesh and place.device_set != set(self.mesh.devices.flat):
                 raise ValueError(
                     f"state leaf {name} is in shards over {_named(place.device_set)}, and this step runs on "
                     f"{_named(self.mesh.devices.flat)}. Restore the state from a checkpoint, or gather it with "
@@ -128,10 +117,9 @@ class Placer:
         return jax.make_array_from_callback(np.shape(x), self.state_sharding, lambda index: np.array(x[index]))
 
     def place_batch(self, leaves: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
-        """Each process's part of the batch as one global array, the parts in the order of their places on the axis of
-        data; with its padding."""
+        """The processes' parts of the batch as global arrays, in the order of the data axis, padded."""
         if self.mesh.size == 1:
-            local = set(self.local_devices)
+            local = set(self.mesh.local_devices)
             own = lambda x: type(x) is np.ndarray or (isinstance(x, jax.Array) and x.devices() == local)
             if all(map(own, leaves)):  # jit itself is faster
                 return list(leaves)
@@ -161,10 +149,6 @@ class Placer:
         array = jax.make_array_from_single_device_arrays(shape, first, shards)
         return _mover(place, how, (total, *shape[1:]))(array) if moves else array
 
-    def batch_key(self, x: Any) -> Any:
-        """The properties of a leaf of the batch that decide which program runs."""
-        return np.shape(x), getattr(x, "dtype", None), getattr(x, "weak_type", False), getattr(x, "total", None)
-
     def logical_batch(self, x: Any) -> jax.ShapeDtypeStruct:
         """The type of a leaf of the batch as the step sees it: with the examples of all processes."""
         aval = jax.typeof(physical(x))
@@ -177,6 +161,11 @@ class Placer:
     def _everywhere(self, rows: int) -> int:
         """Return the number of examples of all processes, given this one's."""
         return rows * self.parts // max(1, len(self.own))
+
+
+def type_key(x: Any) -> Any:
+    """The properties of a leaf's type that decide which program runs."""
+    return np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False), getattr(x, "total", None)
 
 
 def without_aliases(state: Sequence[Any]) -> list[Any]:
@@ -235,16 +224,6 @@ def _named(devices: Iterable[Any]) -> str:
 def spans(x: Any) -> bool:
     """Check whether a leaf is an array on several processes."""
     return isinstance(x, jax.Array) and not x.is_fully_addressable
-
-
-def checksum(x: Any) -> int:
-    """A checksum of the bytes, type and shape of a leaf that this process has whole."""
-    if isinstance(x, jax.Array):
-        if batch.is_keys(x):
-            x = jax.random.key_data(x)
-        if not x.is_fully_addressable:
-            return 0
-    return fingerprint.checksum(np.asarray(x))
 
 
 def _filled(x: Any, how: Layout) -> Any:

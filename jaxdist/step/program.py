@@ -13,72 +13,59 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import compat
 from jaxdist.agreement.calls import Traced
 from jaxdist.communicators import Rules, compiler_options, default_bucket_bytes, lowering
-from jaxdist.ir.interpreter import Interpreter
+from jaxdist.ir.fingerprint import dataflow
+from jaxdist.ir.interpreter import Interpreter, contains
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, MODEL, data_size
-from jaxdist.placements.layouts import (
-    HOST,
-    Layout,
-    Padded,
-    check_host_memory,
-    layout_of,
-    of_batch,
-    on_host,
-    sharding,
-)  # fmt: skip
+from jaxdist.placements.layouts import HOST, Layout, Padded, check_host_memory, layout_of, of_batch, on_host
 from jaxdist.step.callbacks import Callbacks
 from jaxdist.step.calling import COMPRESSIONS, Settings
 from jaxdist.step.placed import PlacedStep
 from jaxdist.step.placer import Placer, abstract
-from jaxdist.step.signature import Signature, constants_back, has_constants, picker
+from jaxdist.step.signature import Signature, constants_back, constants_of, picker
 from jaxdist.step.tracing import StepJaxpr, TracedStep, jaxpr_of, traced
 
+# Calls after which a program waits for its results on virtual devices. XLA starts programs on the threads that run
+# them. Once 32 (of all programs) are under way on a device, it waits there for one to end, which has no thread to run
+# on where there are as many threads as devices, and after a minute it ends the process.
 _AHEAD = 4
-"""Calls after which a program waits for its results on virtual devices.
-
-XLA starts programs on the threads that run them. Once 32 are under way on a device it waits there for one to end, which
-has no thread to run on where there are as many threads as devices, and after a minute XLA ends the process. Other
-programs count as well.
-"""
 
 
 class Program:
-    """The function ``(state leaves, batch leaves) -> step's result, findings`` on global arrays, for arguments of one
-    type, compiled."""
+    """The function ``(state leaves, batch leaves) -> step's result, findings`` on global arrays of one type."""
 
     def __init__(self, placed: PlacedStep, donate: Collection[int], name: str = "step"):
         self.placed = placed
         self.donated = [i for i in placed.signature.state if i in donate]  # leaves whose memory it may take
-        numbered = list(enumerate(placed.signature.state))
-        self._order = [k for k, i in numbered if i in donate], [k for k, i in numbered if i not in donate]
-        self._pick = picker(self._order[0]), picker(self._order[1])
+        kept = [i for i in placed.signature.state if i not in donate]
+        self._order = self.donated, kept, placed.signature.batch
+        at = {i: k for k, i in enumerate(placed.signature.state)}
+        self._pick = picker([at[i] for i in self.donated]), picker([at[i] for i in kept])
         self.virtual = placed.mesh.devices.flat[0].platform == "cpu" and len(placed.mesh.local_devices) > 1
         self._calls, self._callbacks = 0, Callbacks()
-        self._has_constants = has_constants(placed.step.tree)
+        self._has_constants = bool(constants_of(placed.step.tree))
         self._padded_results: list[tuple[int, Layout]] = []
         run = functools.partial(self._run)
         run.__name__ = name  # type: ignore[attr-defined]
-        mesh = placed.mesh
-        state, batch = ([sharding(mesh, how) for how in held] for held in (placed.state, placed.batch))
         self._jitted = jax.jit(
             run,
-            in_shardings=(*([state[k] for k in ks] for ks in self._order), batch),
+            in_shardings=tuple([placed.held[i].sharding for i in at] for at in self._order),
             out_shardings=placed.result_shardings(),
             donate_argnums=(0,) if self.donated else (),
-            compiler_options=compiler_options(mesh) or None,
+            compiler_options=compiler_options(placed.mesh) or None,
         )
 
     @functools.cached_property
     def traced(self) -> Traced:
         """The program of a device and the step that it is of, which ranks compare."""
-        return Traced(self.placed.emitted[0], self.placed.step.jaxpr)
+        program = self.placed.emitted[0]
+        return Traced(program, self.placed.step.jaxpr, dataflow(program))
 
     def taken(self, state: Sequence[Any]) -> list[Any]:
         """The arrays among the leaves of the state whose memory it may take."""
         return list(self._pick[0](state))
 
     def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> tuple[Any, Any]:
-        """Run it."""
         args = list(self._pick[0](state)), list(self._pick[1](state)), batch
         outs, found = self._jitted(*args), None
         self._callbacks.check(outs)
@@ -96,24 +83,18 @@ class Program:
     def lower(self) -> jax.stages.Lowered:
         """Lower it, like ``jax.jit(f).lower``."""
         placed = self.placed
-        given, kept = ([placed.signature.state[k] for k in ks] for ks in self._order)
-        args = [[placed.held[i] for i in at] for at in (given, kept, placed.signature.batch)]
-        lowered = self._jitted.lower(*args)
+        lowered = self._jitted.lower(*([placed.held[i] for i in at] for at in self._order))
         # Arguments in the host's memory that do not say so (see `compat.say_on_host`).
-        held = [(placed.held[i], placed.layouts[i]) for i in (*given, *kept)]
+        held = [(placed.held[i], placed.layouts[i]) for at in self._order for i in at]
         away = [k for k, (x, how) in enumerate(held) if how and how.host and x.sharding.memory_kind != HOST]
         if away:
             compat.say_on_host(lowered, away, HOST)
         return lowered
 
-    def _run(self, given_up: Sequence[Any], kept: Sequence[Any], batch: Sequence[Any]) -> Any:
-        placed = self.placed
-        step, signature, mesh = placed.step, placed.signature, placed.mesh
-        args: list[Any] = [None] * len(placed.avals)
-        for k, x in zip([*self._order[0], *self._order[1]], [*given_up, *kept], strict=True):
-            args[signature.state[k]] = x
-        for i, x in zip(signature.batch, batch, strict=True):
-            args[i] = x
+    def _run(self, *leaves: Sequence[Any]) -> Any:
+        placed, step = self.placed, self.placed.step
+        by_leaf = {i: x for at, xs in zip(self._order, leaves, strict=True) for i, x in zip(at, xs, strict=True)}
+        args = [by_leaf[i] for i in range(len(placed.avals))]
 
         def results(outs: Sequence[Any]) -> list[Any]:
             # A counter that came as a Python number goes out as one came in, or the next call would compile anew.
@@ -123,7 +104,7 @@ class Program:
             return [jax.device_put(x, host) if k and k.host else x for x, k in zip(outs, placed.results, strict=True)]
 
         closed, found = placed.emitted
-        if mesh.size == 1:
+        if placed.mesh.size == 1:
             return results(Interpreter({}).run(closed, *args))
         in_specs, out_specs = placed.specs()
 
@@ -149,8 +130,8 @@ class ProgramCache:
         self._settings, self._mesh, self._placer, self._machine = settings, mesh, placer, machine
         self._communicator = communicator
         self._jaxprs: dict[Any, StepJaxpr] = {}
-        self.traces: dict[Any, TracedStep] = {}
-        self.programs: dict[Any, Program] = {}
+        self._traces: dict[Any, TracedStep] = {}
+        self._programs: dict[Any, Program] = {}
         self.looked_for: tuple[bool, bool] | None = None
 
     @contextlib.contextmanager
@@ -164,10 +145,9 @@ class ProgramCache:
             self.looked_for = None
 
     def clear(self) -> None:
-        """Forget them."""
         self._jaxprs.clear()
-        self.traces.clear()
-        self.programs.clear()
+        self._traces.clear()
+        self._programs.clear()
 
     def types(self, signature: Signature, leaves: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """Return the types of a call's leaves as the step sees them: the batch has the examples of all ranks."""
@@ -175,8 +155,7 @@ class ProgramCache:
         return [logical(x) if b else abstract(x) for x, b in zip(leaves, signature.is_batch, strict=True)]
 
     def program(self, signature: Signature, leaves: Sequence[Any]) -> Program:
-        """The program for leaves that come as these do: what comes in shards, or in the host's memory, stays there; the
-        rest is as the step wants it."""
+        """The program for leaves that come like these: where they are in shards, or else as the step wants them."""
         trace = self.traced(signature, leaves)
         layouts: list[Any] = list(trace.layouts)
         groups = trace.groups
@@ -188,42 +167,39 @@ class ProgramCache:
             if isinstance(how, Layout) and own in (1, groups):  # one step has groups of one size
                 layouts[i] = on_host(how, (), 0) if wanted and wanted.host else how
         key = (trace, *layouts)
-        if key not in self.programs:
-            communicator, mesh = self._communicator, self._mesh
-            self.programs[key] = self.make(trace, signature, self.types(signature, leaves), layouts, mesh, communicator)
-        return self.programs[key]
+        if key not in self._programs:
+            types = self.types(signature, leaves)
+            self._programs[key] = self.make(trace, signature, types, layouts, self._mesh, self._communicator)
+        return self._programs[key]
 
-    def jaxpr(self, signature: Signature, types: Sequence[Any]) -> StepJaxpr:
-        """The step for leaves of these types, traced once."""
-        call = (signature.tree, signature.keywords, signature.numbers)
-        key = (call, compat.trace_settings(), self.looked_for, *((a.shape, a.dtype, a.weak_type) for a in types))
-        if key not in self._jaxprs:
-            of = self._settings
-            check = of.check_finite or self.looked_for is not None
-            self._jaxprs[key] = jaxpr_of(of.step, signature, types, self._mesh, check)
-        return self._jaxprs[key]
+    def jaxpr(self, signature: Signature, types: Sequence[Any], mesh: Mesh | None = None) -> StepJaxpr:
+        """The step for leaves of these types, traced once for all meshes of one size."""
+        of, mesh = self._settings, mesh or self._mesh
+        call = (signature.tree, signature.keywords, signature.numbers, compat.trace_settings(), self.looked_for)
+        key = (call, mesh.size, *((a.shape, a.dtype, a.weak_type) for a in types))
+        found = self._jaxprs.get(key) or self._jaxprs.get((key, mesh))
+        if found is None:
+            found = jaxpr_of(of.step, signature, types, mesh, of.check_finite or self.looked_for is not None)
+            # With `per_device` it has code for each device.
+            self._jaxprs[(key, mesh) if contains(found.jaxpr.jaxpr, [compat.shard_map_p]) else key] = found
+        return found
 
     def traced(self, signature: Signature, leaves: Sequence[Any]) -> TracedStep:
         """Return the step traced for a call with these leaves, analyzed."""
         types = self.types(signature, leaves)
         step = self.jaxpr(signature, types)
-        layouts, key = self._settings.layouts, (signature, (id(step), False))
-        given = self._cut_by_model(signature, leaves) if layouts is None else {}
-        if given and key not in self.traces:  # which are searched for, where nothing comes cut
-            key = (signature, (id(step), True))
-        if key not in self.traces:
+        layouts, key, given = self._settings.layouts, (signature, id(step), False), dict[int, int]()
+        if layouts is None and self._mesh.shape.get(MODEL, 1) > 1:
+            kept = [(i, self._placer.layout(leaves[i])) for i in signature.state]
+            given = {i: cut.dim for i, how in kept if isinstance(how, Layout) and (cut := how.by(MODEL))}
+        if given and key not in self._traces:  # which are searched for, where nothing comes cut
+            key = (signature, id(step), True)
+        if key not in self._traces:
             found = traced(step, signature, types, self._mesh, self._machine, layouts=layouts, given=given)
             if found.marks.offloaded and self._machine.has_own_memory:
                 check_host_memory(self._mesh)
-            self.traces[key] = found
-        return self.traces[key]
-
-    def _cut_by_model(self, signature: Signature, leaves: Sequence[Any]) -> dict[int, int]:
-        """The leaves that come cut by the model axis, and the dimension."""
-        if self._mesh.shape.get(MODEL, 1) == 1:
-            return {}
-        kept = [(i, self._placer.layout(leaves[i])) for i in signature.state]
-        return {i: cut.dim for i, how in kept if isinstance(how, Layout) and (cut := how.by(MODEL))}
+            self._traces[key] = found
+        return self._traces[key]
 
     def make(
         self,
@@ -243,10 +219,7 @@ class ProgramCache:
         if bucket_bytes is None:
             bucket_bytes = default_bucket_bytes(communicator, mesh, trace.infer.machine)
         compress = COMPRESSIONS[of.compress] if of.compress else None
-        name = getattr(of.step, "__name__", "step")
-        layouts = [
-            of_batch(a.shape, mesh) if is_batch else how
-            for is_batch, a, how in zip(signature.is_batch, avals, layouts, strict=True)
-        ]
+        leaves = zip(signature.is_batch, avals, layouts, strict=True)
+        layouts = [of_batch(a.shape, mesh) if is_batch else how for is_batch, a, how in leaves]
         placed = PlacedStep(trace, signature, avals, layouts, mesh, communicator, bucket_bytes, compress)
-        return Program(placed, donate, name)
+        return Program(placed, donate, getattr(of.step, "__name__", "step"))

@@ -13,7 +13,6 @@ from jaxdist.agreement.description import list_ranks, unlike_the_root
 from jaxdist.errors import in_words
 from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import Layout, Padded, of_batch, physical
-from jaxdist.runtime.context import Context
 from jaxdist.step import batch
 from jaxdist.step.calling import Settings
 from jaxdist.step.placer import Placer, spans
@@ -31,7 +30,6 @@ class Reader:
         self._placer, self._cache = placer, cache
         self.signatures: dict[Any, Signature] = {}  # of earlier calls, by their structure and constants
         self._numbers: dict[Any, frozenset[int]] = {}  # by structure
-        self._made: dict[Any, Signature] = {}
         self._warned = False  # that all ranks pass the same batch
 
     def constants(self, tree: Any, leaves: Sequence[Any]) -> tuple[tuple[int, type, Any], ...]:
@@ -65,11 +63,8 @@ class Reader:
         signature = Signature(tree, (False,) * len(names), names, tuple(parameters), keywords, numbers)
         leaves = [x for _, x in paths]
         if self._declared is not None:
-            signature = signature.with_batch(self._chosen(self._declared, args, signature, leaves))
-        else:
-            signature = self._by_structure(signature, leaves)
-        # The same object for the same signature: programs are kept by it.
-        return self._made.setdefault(signature.key, signature)
+            return signature.with_batch(self._chosen(self._declared, args, signature, leaves))
+        return self._by_structure(signature, leaves)
 
     def _by_structure(self, signature: Signature, leaves: Sequence[Any]) -> Signature:
         """The signature with the batch as `jaxdist.step.batch` says."""
@@ -136,12 +131,7 @@ class Reader:
         return how is None or (isinstance(how, Layout) and how is not of_batch(x.shape, self._placer.mesh))
 
     def check(
-        self,
-        signature: Signature,
-        leaves: Sequence[Any],
-        everyone: Sequence[Sequence[int | None]],
-        differs: Collection[int],
-        context: Context,
+        self, signature: Signature, leaves: Sequence[Any], everyone: Sequence[Sequence[Any]], differs: Collection[int]
     ) -> bool:
         """Compare the ranks' values in a new call. Returns whether they confirm the batch."""
         self._check_shared(signature, everyone)
@@ -151,12 +141,10 @@ class Reader:
         if any(i in differs for i in signature.batch):
             self._check_alike(signature, leaves, own)
             return True
-        self._all_alike(signature, leaves, own, context)
+        self._all_alike(signature, leaves, own)
         return False
 
-    def _all_alike(
-        self, signature: Signature, leaves: Sequence[Any], differs: Collection[int], context: Context
-    ) -> None:
+    def _all_alike(self, signature: Signature, leaves: Sequence[Any], differs: Collection[int]) -> None:
         """All ranks pass the same batch: something else may be meant to be it; or it is state."""
         split = [k for k, (_, at, _) in enumerate(signature.arguments) if not set(at).isdisjoint(signature.batch)]
         names = [signature.arguments[k][2] for k in split]
@@ -173,8 +161,8 @@ class Reader:
                 f"ranks, {but}. batch_argnums={batch.argnums(others)} says that {'that' if others else 'nothing'} is; "
                 f"batch_argnums={batch.argnums(names)} that each rank has its own part of it. {batch.INDICES}"
             )
+        parts, context = self._placer.parts, self._placer.context
         if not self._warned and context.is_root:
-            parts = self._placer.parts
             of = "rank::size]" if parts == context.size else "own[0]::parts], where own, parts = ctx.parts(mesh)"
             _log.warning(
                 "step %r: all %d ranks pass the same batch, so each example counts %d times. Give each rank "

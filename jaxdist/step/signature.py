@@ -36,7 +36,7 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, _DATA) or hasattr(leaf, "__array__")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Signature:
     """The structure of a call. A compiled program is specific to it, and to shapes and dtypes."""
 
@@ -44,8 +44,8 @@ class Signature:
     is_batch: tuple[bool, ...]  # for each leaf, whether it belongs to the batch
     names: tuple[str, ...]  # how messages call each leaf
     parameters: tuple[str, ...]  # how they call each argument
-    keywords: tuple[str, ...] = ()  # names of the last arguments, which go by keyword
-    numbers: frozenset[int] = frozenset()
+    keywords: tuple[str, ...]  # names of the last arguments, which go by keyword
+    numbers: frozenset[int]  # positions of leaves that are numbers and constants
 
     def data(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves that are data, of all leaves of the arguments; the others are constants of the program."""
@@ -55,17 +55,10 @@ class Signature:
         """The same with these leaves as the batch."""
         return dataclasses.replace(self, is_batch=tuple(i in positions for i in range(len(self.names))))
 
-    @property
-    def key(self) -> Any:
-        """The same for the same signature; (it is not compared by it itself, which would take time at each call)."""
-        return self.tree, self.is_batch, self.names, self.parameters, self.keywords, self.numbers
-
     @functools.cached_property
     def constants(self) -> tuple[tuple[str, str], ...]:
         """Name and value of each constant among the arguments, as texts that are the same on ranks where they are."""
-        marked = jax.tree.unflatten(self.tree, [0] * self.tree.num_leaves)
-        found = jax.tree_util.tree_leaves_with_path(marked, is_leaf=_is_static)
-        return tuple((leaf_name(self.parameters, path), _in_words(x.value)) for path, x in found if _is_static(x))
+        return tuple((leaf_name(self.parameters, path), _in_words(value)) for path, value in constants_of(self.tree))
 
     @functools.cached_property
     def state(self) -> tuple[int, ...]:
@@ -114,9 +107,11 @@ def _is_static(leaf: Any) -> bool:
     return isinstance(leaf, Static)
 
 
-def has_constants(tree: Any) -> bool:
+def constants_of(tree: Any) -> list[tuple[Any, Any]]:
+    """Path and value of each `Static` node of a structure."""
     marked = jax.tree.unflatten(tree, [0] * tree.num_leaves)
-    return any(map(_is_static, jax.tree.leaves(marked, is_leaf=_is_static)))
+    found = jax.tree_util.tree_leaves_with_path(marked, is_leaf=_is_static)
+    return [(path, x.value) for path, x in found if _is_static(x)]
 
 
 def _in_words(value: Any) -> str:

@@ -14,8 +14,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from jaxdist.compat import shard_map_p, trace_state_clean
-from jaxdist.ir.interpreter import contains
+from jaxdist.compat import trace_state_clean
 from jaxdist.ir.trace import inside_step, stepping, trace
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, MODEL, along_data, data_size, in_groups, passes
@@ -26,6 +25,7 @@ from jaxdist.placements.owners import way
 from jaxdist.placements.search import search
 from jaxdist.runtime.context import get_context
 from jaxdist.step import finite, modules
+from jaxdist.step.calling import Layouts
 from jaxdist.step.signature import NUMBERS, Signature, Static, constants_back, is_array, match
 
 _log = logging.getLogger("jaxdist")
@@ -39,14 +39,8 @@ class StepJaxpr:
     tree: Any  # of the result
     checked: tuple[str, ...]  # what the findings are about (see `jaxdist.step.finite`)
 
-    @property
-    def knows_mesh(self) -> bool:
-        """Check whether it depends on the mesh: it has code for each device."""
-        return contains(self.jaxpr.jaxpr, [shard_map_p])
-
     def returned(self, arguments: Sequence[tuple[Any, list[int], str]], avals: Sequence[Any]) -> list[int]:
-        """The arguments (structure, positions of the leaves, name) whose structure, shapes and dtypes a part of the
-        result has."""
+        """The arguments (structure, positions, name) whose structure, shapes and dtypes a part of the result has."""
         sources, _, alike = match(self.tree, self.jaxpr.out_avals[: self.tree.num_leaves], arguments, avals)
         like = {i for i in sources if i is not None}
         like.update(i for group in alike if not like.isdisjoint(group) for i in group)
@@ -73,7 +67,7 @@ def traced(
     machine: Machine,
     level: int | None = None,
     shared: int | None = None,
-    layouts: Mapping[str, int | None] | None = None,
+    layouts: Layouts | None = None,
     given: Mapping[int, int] | None = None,
 ) -> TracedStep:
     """Analyze a step for placement: marks, layouts, and arguments that results match."""
@@ -119,11 +113,7 @@ def traced(
 
 
 def jaxpr_of(
-    step: Callable[..., Any],
-    signature: Signature,
-    avals: Sequence[Any],
-    mesh: Mesh,
-    check_finite: bool = False,
+    step: Callable[..., Any], signature: Signature, avals: Sequence[Any], mesh: Mesh, check_finite: bool
 ) -> StepJaxpr:
     """Trace a step."""
     trees: list[tuple[Any, tuple[str, ...]]] = []
@@ -139,7 +129,7 @@ def jaxpr_of(
         result = jax.tree.map(lambda x: x if is_array(x) and not isinstance(x, constant) else Static(x), result)
         outs, tree = jax.tree.flatten(result)
         trees.append((tree, tuple(found.names)))
-        return [*outs, found.everywhere()] if found.names else outs
+        return [*outs, jnp.stack(found.counts, 1)] if found.names else outs
 
     with contextlib.suppress(AttributeError, TypeError):  # errors of JAX then name the step and its arguments
         functools.update_wrapper(flat, step, updated=())
@@ -183,7 +173,7 @@ def is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _cut_by_model(
-    layouts: Mapping[str, int | None] | None,
+    layouts: Layouts | None,
     signature: Signature,
     avals: Sequence[Any],
     mesh: Mesh,
@@ -204,13 +194,11 @@ def _cut_by_model(
     else:
         dims = _named(layouts, signature, avals, parts)
 
-    def cut(i: int, shape: Sequence[int]) -> Layout:
-        return layout(Cut(MODEL, parts, dims[i], -shape[dims[i]] % parts)) if i in dims else layout()
-
-    return [cut(i, aval.shape) for i, aval in enumerate(avals)]
+    cuts = {i: Cut(MODEL, parts, dim, -avals[i].shape[dim] % parts) for i, dim in dims.items()}
+    return [layout(cuts[i]) if i in cuts else layout() for i in range(len(avals))]
 
 
-def _named(layouts: Mapping[str, int | None], signature: Signature, avals: Sequence[Any], parts: int) -> dict[int, int]:
+def _named(layouts: Layouts, signature: Signature, avals: Sequence[Any], parts: int) -> dict[int, int]:
     """The arguments that the user's expressions name, and the dimension."""
     found, used, lacking = dict[int, int](), set[str](), dict[str, str]()
     for i in signature.state:
