@@ -143,7 +143,7 @@ def save(
 
     Args:
       path: the directory of one run's checkpoints, on a file system that all processes share.
-      state: any pytree of arrays (JAX's, NumPy's, PRNG keys), numbers, and strings, such as the state of a `loader`.
+      state: any pytree of arrays (JAX's, NumPy's, PRNG keys), numbers, and strings, such as a `loader`'s state.
       step: the name of the checkpoint, 0 or more. The highest step is the latest checkpoint.
       wait: if False, copy the state and write in the background. The next `save` and the end of the script wait.
       keep: the number of checkpoints to keep: this one and the highest others. None keeps all.
@@ -156,8 +156,7 @@ def save(
         different job owns the directory, or the ranks' states differ.
       FileExistsError: a checkpoint of this step exists.
       TypeError: a leaf cannot be restored unchanged.
-      ValueError: an argument is invalid, such as an empty path or a URL.
-      ImportError: (on every rank) orbax is not installed.
+      ValueError: an argument is invalid.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist, tempfile

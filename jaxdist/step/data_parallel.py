@@ -66,7 +66,7 @@ def data_parallel(
     * Results are global arrays. Values with one entry per example may be split over the devices.
 
     An axis that the step names, as in ``lax.pmean(x, "batch")``, has size one; `jaxdist.per_device` runs code on each
-    device. Inside `jax.grad` or another decorated step, the step runs undecorated.
+    device.
 
     Args:
       step: a function ``(*state, batch) -> result``, pure and jit-compatible.
@@ -74,8 +74,7 @@ def data_parallel(
         (``"state.images"``, ``"data['x']"``); ``()`` for no batch. Arrays in them are split along their first
         dimension; numbers, arrays without dimensions, and single keys are whole. By default, the batch is the last
         argument whose arrays all have one length and that does not occur in the result, plus every other argument of
-        that length ("Rules of a step" in the docs). With several processes, an error says if the values of the first
-        call contradict this.
+        that length ("Rules of a step" in the docs).
       static_argnums: arguments that are constants of the program, as in `jax.jit`.
       static_argnames: names of such arguments.
       donate_argnums: state arguments whose memory the results may reuse, as in `jax.jit`.
@@ -88,7 +87,7 @@ def data_parallel(
       bucket_bytes: combine gradients of one dtype into messages of about this size; 0 sends each separately. The
         default is 1 MiB between CPU processes, 256 KiB between devices of a process, and 0 (left to XLA) on GPUs.
       compress: ``"bf16"`` or ``"fp16"`` to send gradients in 16 bits. Between CPU processes, the error is at most
-        2**-8 (bf16) or 2**-10 (fp16) of the sum of the parts' magnitudes; on GPUs, NCCL also rounds partial sums.
+        2**-8 (bf16) or 2**-10 (fp16) of the sum of the parts' magnitudes.
       mesh: the devices to use, with one axis named ``"data"``. The default is all devices of the job.
 
     Returns:
@@ -145,7 +144,7 @@ def parallel(
     * ``"model"`` cuts the leaves of the state along the dimensions in `layouts`, or along dimensions that jaxdist
       finds: in a transformer, the heads of the attention and the hidden layer of each feed-forward network.
 
-    A leaf that is already cut stays cut. If the devices do not divide a dimension, its end is padded.
+    A leaf that is already cut stays cut.
 
     Args:
       step: see `data_parallel`.

@@ -33,7 +33,7 @@ def check_finite(tree: Tree, name: str = "tree") -> Tree:
 
     The error names the first such leaf, the number of NaN and infinite entries, and the devices and ranks. Values of
     the whole batch (the loss, gradients) are bad on every device; values with one entry per example (logits) on the
-    device that they come from, so check both. Each call waits for the step and does not donate its state.
+    device that they come from, so check both.
 
     Call it at the top level of the step, not inside a function passed to ``jax.grad``, ``jax.lax.scan``, or similar.
 
