@@ -127,6 +127,13 @@ def test_metrics_of_a_decorated_step_and_donated_ones(tmp_path: Path) -> None:
         log(4, norm=w)
 
 
+def test_a_kill_takes_away_no_line(tmp_path: Path) -> None:
+    code = "import os, jaxdist\nlog = jaxdist.run_log('.').__enter__()\n"
+    code += "for step in range(100):\n    log(step, loss=1.0)\nos.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60, check=False).returncode == -9
+    assert steps(tmp_path) == list(range(100))
+
+
 def test_a_restart_leaves_no_step_twice(tmp_path: Path) -> None:
     log_steps(tmp_path, 0, 6)
     before = (tmp_path / FILE).read_text()
