@@ -1,4 +1,4 @@
-"""Data of other packages; in CI with the newest Python (`uv run --group integrations`)."""
+"""Data and sinks of metrics of other packages; in CI with the newest Python (`uv run --group integrations`)."""
 
 import importlib
 import importlib.metadata
@@ -14,12 +14,14 @@ import pytest
 from catalogue.sources import N
 from harness.loaders import epoch, flat, make, ranks
 
+import jaxdist
+
 # --- sources
 
 
 def installed(name: str) -> Any:
     """A module, if its package is there."""
-    package = name.partition(".")[0].replace("_", "-")
+    package = {"mlflow": "mlflow-skinny"}.get(name, name.partition(".")[0].replace("_", "-"))
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -88,3 +90,40 @@ def test_tars(tmp_path: Path) -> None:
                 tar.addfile(info, io.BytesIO(raw))
     rows = webdataset.WebDataset(files, shardshuffle=False).decode().to_tuple("cls").map(lambda row: row[0])
     check(rows, window=16)
+
+
+# --- sinks of metrics, as docs/evaluate.md has them, offline
+
+
+def log_steps(path: Path, sink: Any) -> None:
+    with jaxdist.run_log(path, sinks=[sink]) as log:
+        for step in range(3):
+            log(step, loss=float(step), lr=float("nan"))
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    writer = installed("tensorboardX").SummaryWriter(str(tmp_path / "events"))
+    log_steps(tmp_path, lambda step, metrics: [writer.add_scalar(name, x, step) for name, x in metrics.items()])
+    writer.close()
+    (events,) = (tmp_path / "events").iterdir()
+    assert events.read_bytes().count(b"loss") == 3
+
+
+def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = installed("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = wandb.init(project="letters", mode="offline", dir=str(tmp_path))
+    log_steps(tmp_path, lambda step, metrics: run.log(metrics, step=step))
+    run.finish()
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert file.read_bytes().count(b"loss") >= 3
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mlflow's, about sqlalchemy
+def test_mlflow(tmp_path: Path) -> None:
+    mlflow = installed("mlflow")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")
+    with mlflow.start_run() as run:
+        log_steps(tmp_path, lambda step, metrics: mlflow.log_metrics(metrics, step))
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
+    assert [(m.step, m.value) for m in history] == [(0, 0), (1, 1), (2, 2)]

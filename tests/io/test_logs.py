@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import re
+import subprocess
 import sys
 import threading
 import time
