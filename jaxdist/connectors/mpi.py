@@ -16,10 +16,8 @@ from jaxdist.connectors.base import Found
 
 def connect(timeout: float) -> Found:
     """Through a duplicate of COMM_WORLD, so that no message mixes with the user's."""
-    if prctl := getattr(
-        ctypes.CDLL(None), "prctl", None
-    ):  # of Linux: a killed daemon of MPICH leaves its ranks running
-        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG (linux/prctl.h)
+    if prctl := getattr(ctypes.CDLL(None), "prctl", None):  # Linux
+        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ranks would outlive a killed daemon of MPICH
     mpi = _wait_for_all_ranks_in_mpi_init(timeout)
     comm = mpi.COMM_WORLD.Dup()
     node = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
@@ -31,7 +29,7 @@ def connect(timeout: float) -> Found:
 
 def _unlink_memory(node: Any) -> None:
     """Take the names off the memory that Open MPI's ranks of a host share: none is left when they are killed."""
-    node.alltoall([None] * node.size)  # from here on every rank has mapped that of every other
+    node.alltoall([None] * node.size)  # after this, each rank has mapped every other rank's memory
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():
             path = Path(line.rpartition(" ")[2])

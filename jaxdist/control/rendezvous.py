@@ -214,7 +214,7 @@ async def _knock(host: str, port: int, key: bytes) -> Link:
             # TCP self-connect: a free port of the ephemeral range dialled itself
             sock.close()
             raise ConnectionRefusedError("nobody listens there")
-        link = await Link.over(sock)
+        link = Link(*await asyncio.open_connection(sock=sock, limit=BUFFERED))
         with contextlib.suppress(OSError, EOFError):
             if await link.prove_rank(key):
                 return link

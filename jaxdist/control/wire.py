@@ -29,12 +29,6 @@ class Link:
         self.sock: socket.socket = writer.get_extra_info("socket")  # to look at, and to set options of
         self._reader, self._writer = reader, writer
 
-    @classmethod
-    async def over(cls, sock: socket.socket) -> "Link":
-        """A link over a connected socket."""
-        sock.setblocking(False)
-        return cls(*await asyncio.open_connection(sock=sock, limit=BUFFERED))
-
     async def prove_root(self, key: bytes) -> bool:
         """The root's side: whether the other end knows the secret."""
         challenge = _MAGIC + secrets.token_bytes(_NONCE)

@@ -117,12 +117,23 @@ def exit_code(process: "subprocess.Popen[bytes]", *, stays_awake: bool) -> int |
     return found.si_status if found.si_code == os.CLD_EXITED else 128 + found.si_status
 
 
-def left_alone(process: "subprocess.Popen[bytes]") -> bool:
-    """Whether all that a process has started has ended, which it would have noticed, were it not stuck."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        children = psutil.Process(process.pid).children()
-        return bool(children) and all(child.status() in _GONE for child in children)
-    return False
+class Children:
+    """The processes that a process has started, as far as it has not seen them end."""
+
+    def __init__(self, pid: int):
+        self._pid = pid
+        self._living: psutil.Process | None = None  # one of them: finding them means looking at every process
+
+    def all_ended(self) -> bool:
+        """Whether there are some, and all have ended, which the parent would have noticed if it were not stuck."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if self._living is not None and self._living.status() not in _GONE:
+                return False
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(self._pid).children()
+            self._living = next((child for child in children if child.status() not in _GONE), None)
+            return bool(children) and self._living is None
+        return False
 
 
 def ask_to_end(command: Command, process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:

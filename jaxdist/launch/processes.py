@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from jaxdist.launch.command import (
     ASK_TO_END,
+    Children,
     Command,
     ask_to_end,
     end_sessions,
     exit_code,
-    left_alone,
     signal_group,
     start,
 )  # fmt: skip
@@ -108,6 +108,8 @@ class Job:
         ended: Ended | None = None
         kill_at = decide_at = math.inf
         look_at, alone = time.monotonic() + _HEARD_S, 0
+        running = self._running.items()
+        of_mpirun = [Children(p.pid) for name, p in running if self._commands[name].end_signal is ASK_TO_END]
         while self._running or (self._failed and ended is None):
             time.sleep(_LOOK_S)
             while self._heard:
@@ -128,7 +130,7 @@ class Job:
                     kill_at = min(kill_at, time.monotonic() + FAILURE_GRACE_S)
             if time.monotonic() > look_at:  # a stranger that connects to one of its ports can stop mpirun
                 look_at = time.monotonic() + _HEARD_S
-                alone = alone + 1 if any(map(left_alone, self._mpirun())) else 0
+                alone = alone + 1 if any(children.all_ended() for children in of_mpirun) else 0
                 if alone == _ALONE_LOOKS:
                     say("all ranks have ended, and mpirun has not noticed (a stranger on one of its ports?): ending it")
                     kill_at = 0.0
@@ -136,9 +138,6 @@ class Job:
                 for process in self._running.values():
                     signal_group(process, signal.SIGKILL)
         return ended or Ended(0, "")
-
-    def _mpirun(self) -> "list[subprocess.Popen[bytes]]":
-        return [p for name, p in self._running.items() if self._commands[name].end_signal is ASK_TO_END]
 
     def _pass_on(self, number: signal.Signals, *, again: bool) -> None:
         for name, process in self._running.items():
