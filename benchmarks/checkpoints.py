@@ -1,4 +1,4 @@
-"""Save and restore one GB of float32 in shards, beside orbax alone: seconds and peak memory of a rank, over rounds.
+"""Save and restore one GB of float32 in shards, compared with orbax alone: seconds, and peak memory per rank.
 
 jaxdist run -n 2 benchmarks/checkpoints.py [FOLDER [ROUNDS [MIB]]]
 """

@@ -1,7 +1,7 @@
 """The collectives as each device runs them along the data axis.
 
-Each takes one array and gives each device its result; groups and root are already valid. Gradients are those of the
-sum of all devices' losses, which the step turns into that of the mean loss.
+Each takes one array and gives each device its result; groups and root are already valid. They differentiate
+the sum of all devices' losses, and the step turns that into the gradient of the mean loss.
 """
 
 from typing import Any
@@ -105,8 +105,8 @@ def _of_numbers(x: Any, op: str) -> tuple[Any, str]:
 
 def _movable(x: Any) -> Any:
     x = x.astype(jnp.int8) if x.dtype == bool else x
-    alike = compat.checking_types() and AXIS not in compat.varying_axes(jax.typeof(x))
-    return lax.pcast(x, AXIS, to="varying") if alike else x
+    invariant = compat.checking_types() and AXIS not in compat.varying_axes(jax.typeof(x))
+    return lax.pcast(x, AXIS, to="varying") if invariant else x
 
 
 def _wide(x: Any) -> Any:

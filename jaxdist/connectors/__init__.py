@@ -24,8 +24,8 @@ VALID = ("auto", "env://", "tcp://host:port", *_MADE_BY)
 
 def choose(env: Mapping[str, str] | None = None) -> str:
     """The connector that fits how this process was started."""
-    # An MPI's launcher comes before Slurm: inside an allocation it starts its daemons with srun, so that the step's
-    # variables are there too (`jaxdist.connectors.launchers` tells srun's own PMI variables from it).
+    # An MPI launcher comes before Slurm: inside an allocation it starts its daemons with srun, so the variables of a
+    # Slurm step are set too. (`jaxdist.connectors.launchers` recognizes the PMI variables that srun itself sets.)
     env = os.environ if env is None else env
     if env.get("JAXDIST_CONNECTOR", "auto") != "auto":
         return env["JAXDIST_CONNECTOR"]

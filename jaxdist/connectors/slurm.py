@@ -21,7 +21,7 @@ def first_host(nodelist: str) -> str:
 
 
 def step(env: Mapping[str, str]) -> tuple[int, int] | None:
-    """(rank, size) of the task that srun started; None: it did not start this process."""
+    """Return (rank, size) of this task if srun started it, else None."""
     # A batch script has SLURM_PROCID=0 and SLURM_NTASKS too, though it runs alone: what srun adds is the step's own
     # variables.
     of_step = any(name in env for name in ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_ID"))

@@ -48,7 +48,7 @@ class Control:
         self.patience = min(_MOST_PATIENCE, max(_LEAST_PATIENCE, timeout))
         self.process = Process(rank)
         self.left: dict[int, int] = {}  # who has said goodbye, and its position
-        # Who waits in an exchange to which this rank has not come: its number, its tag, and where the other rank is.
+        # By rank that waits in an exchange before this one: the exchange's number and tag, and the rank's position.
         self.waiting: dict[int, tuple[int, str, Entry]] = {}
         # Whom to ask where this rank is, and where others are: the ledger, and the watchdog.
         self.position: Callable[[], int] = lambda: 0

@@ -21,7 +21,7 @@ def is_loopback(host: str) -> bool:
 
 
 def job_key(host: str, name: str) -> bytes:
-    """What the ranks of a job whose root listens at `host` prove to each other to know."""
+    """Return the secret that the ranks of a job prove to know, given the host where its root listens."""
     # JAXDIST_SECRET if it is set. Else a secret in the home directory, `~/.jaxdist/secret`, which the user's hosts
     # share and other users can't read.
     given = os.environ.get("JAXDIST_SECRET")

@@ -108,7 +108,7 @@ class _Door:
         self._size, self._key, self._timeout = size, key, timeout
 
     def missing(self, waited: str) -> str:
-        """Who did not come, for a message."""
+        """Return the message that names the missing ranks."""
         missing = ranks_in_words([r for r in range(1, self._size) if r not in self.links])
         reason = (
             f"rank 0 waited {waited} and {len(self.links) + 1} of {self._size} ranks came; missing: {missing}. Were "

@@ -44,8 +44,8 @@ def spawn(
     """Run ``fn(*args, **kwargs)`` on n ranks of this machine, and return the results of all ranks.
 
     Each rank is a new process that joins the job before it calls the function, with the ``sys.path``, environment, and
-    ``jax.config`` of this process. Its output appears here, line by line.
-    Ctrl-C, a notebook's stop button, and the end of this process end all ranks.
+    ``jax.config`` of this process. Its output appears here, line by line. Ctrl-C, a notebook's stop button, and the end
+    of this process end all ranks.
 
     Args:
       fn: the function. It can call `jaxdist.get_context` for its rank.

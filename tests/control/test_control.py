@@ -144,6 +144,16 @@ def test_a_stranger_takes_no_place() -> None:
     assert [result.returncode for result in results] == [0, 0], [result.output for result in results]
 
 
+@pytest.mark.slow
+def test_a_root_that_gives_up_says_that_strangers_came() -> None:
+    url = f"tcp://127.0.0.1:{jobs.free_port()}"
+    root = joining(0, url, {"JAXDIST_SECRET": "ours"}, timeout="4")
+    wait_for_port(root, int(url.rpartition(":")[2]))
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))):
+        said = root.end(60).stdout
+    assert missing(("REFUSED TimeoutError", "missing: rank 1", "1 connection", "secret"), said) == [], said
+
+
 class Cut(threading.Thread):
     """Passes bytes on to a port, and cuts its first connection when it is told to."""
 
