@@ -69,9 +69,9 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T
         try:
             # Reading may take much longer on one rank than on the others.
             (state, leaves), shares = on_every_rank(ctx, "restore", read, raises=_ERRORS, patient=True)
-            for name in shares[0]:  # arrays that each rank has read in part
-                if sum(own[name] for own in shares) % MODULUS != leaves[name].digest:
-                    raise arrays.differs(root / str(found), name)
+            in_parts = [name for name in shares[0] if sum(own[name] for own in shares) % MODULUS != leaves[name].digest]
+            if in_parts:
+                raise arrays.differs(root / str(found), in_parts[0])
         except (DamagedError, FileNotFoundError) as failure:
             failed[found] = failure
             continue

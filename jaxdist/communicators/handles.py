@@ -29,10 +29,10 @@ def take_out(module: ir.Module) -> list[int]:
     def look(op: Any) -> ir.WalkResult:
         if op.name == "stablehlo.custom_call" and _TARGET.fullmatch(op.attributes["call_target_name"].value):
             given = ir.DictAttr(op.attributes["mhlo.backend_config"])
-            calls.append((op, {given[i].name: given[i].attr for i in range(len(given))}))
-            for name in _ATTRIBUTES:
-                if name in calls[-1][1]:
-                    found.setdefault(ir.IntegerAttr(calls[-1][1][name]).value, len(found))
+            attributes = {given[i].name: given[i].attr for i in range(len(given))}
+            calls.append((op, attributes))
+            for name in filter(attributes.__contains__, _ATTRIBUTES):
+                found.setdefault(ir.IntegerAttr(attributes[name]).value, len(found))
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(look)
@@ -40,10 +40,9 @@ def take_out(module: ir.Module) -> list[int]:
         return []
     with module.context:
         for op, attributes in calls:
-            for name in _ATTRIBUTES:
-                if name in attributes:
-                    place = _PLACE + found[ir.IntegerAttr(attributes[name]).value]
-                    attributes[name] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), place)
+            for name in filter(attributes.__contains__, _ATTRIBUTES):
+                place = _PLACE + found[ir.IntegerAttr(attributes[name]).value]
+                attributes[name] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), place)
             op.attributes["mhlo.backend_config"] = ir.DictAttr.get(attributes)
     return list(found)
 

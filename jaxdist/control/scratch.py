@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import glob
 import os
 import shutil
 import tempfile
@@ -10,10 +11,11 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def folder(prefix: str) -> Iterator[str]:
-    """A new folder for this user alone, removed at the end."""
-    _remove_leftovers(prefix)
-    path, lock = _locked(prefix)
+def folder(prefix: str, within: str | None = None) -> Iterator[str]:
+    """A new folder for this user alone, removed at the end; by default where temporary files are."""
+    within = within or tempfile.gettempdir()
+    _remove_leftovers(within, prefix)
+    path, lock = _locked(within, prefix)
     try:
         yield path
     finally:
@@ -21,20 +23,21 @@ def folder(prefix: str) -> Iterator[str]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _locked(prefix: str) -> tuple[str, int]:
+def _locked(within: str, prefix: str) -> tuple[str, int]:
     """A new folder, and a descriptor: it is in use for as long as that is open."""
     while True:  # another job may take it for a leftover before it is locked
-        path = tempfile.mkdtemp(prefix=prefix)
+        path = tempfile.mkdtemp(prefix=prefix, dir=within)
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            fcntl.flock(lock, fcntl.LOCK_SH)
+            with contextlib.suppress(OSError):  # a file system without locks: leftovers stay
+                fcntl.flock(lock, fcntl.LOCK_SH)
             if Path(path).exists():
                 return path, lock
             os.close(lock)
 
 
-def _remove_leftovers(prefix: str) -> None:
-    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+def _remove_leftovers(within: str, prefix: str) -> None:
+    for path in Path(within).glob(f"{glob.escape(prefix)}*"):
         with contextlib.suppress(OSError):
             if path.lstat().st_uid != os.geteuid():
                 continue

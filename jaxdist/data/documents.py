@@ -1,14 +1,9 @@
 """Documents of text or tokens, by index, from files that stay on disk."""
 
-import contextlib
-import fcntl
 import functools
-import glob
 import itertools
 import json
 import os
-import secrets
-import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
+from jaxdist.control import scratch
 from jaxdist.data.sources import check_iterable
 from jaxdist.errors import DataError
 from jaxdist.runtime.context import get_context
@@ -66,16 +62,18 @@ class Text:
 
     def __iter__(self) -> Iterator[str]:
         for path in self._paths:
-            rest, size = "", 1 << 24 if self._split else -1
-            with Path(path).open(encoding="utf-8-sig") as file:
-                try:
-                    for text in iter(functools.partial(file.read, size), ""):
-                        *whole, rest = (rest + text).split(self._split) if self._split else [text]
-                        yield from filter(None, whole)
-                except UnicodeDecodeError as error:
-                    raise ValueError(f"{path} is not UTF-8 ({error}): convert the file, or leave it out") from None
-            if rest:
-                yield rest
+            try:
+                yield from filter(None, self._of(path))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path} is not UTF-8 ({error}): convert the file, or leave it out") from None
+
+    def _of(self, path: str) -> Iterator[str]:
+        rest, size = "", 1 << 24 if self._split else -1
+        with Path(path).open(encoding="utf-8-sig") as file:
+            for text in iter(functools.partial(file.read, size), ""):
+                *whole, rest = (rest + text).split(self._split) if self._split else [text]
+                yield from whole
+        yield rest
 
     def checksum(self) -> int:
         """Return a checksum of the files' bytes."""
@@ -252,47 +250,38 @@ def _write(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path, d
         _compare(path, about)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(path)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # other jobs may write, too
-    beside.mkdir()
-    try:
-        with (beside / _TOKENS).open("wb") as file:
-            with contextlib.suppress(OSError):  # a file system without locks: leftovers stay
-                fcntl.flock(file, fcntl.LOCK_EX)
-            header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (0,)}
-            np.lib.format.write_array_header_1_0(file, header)
-            ends, count = [], 0
-            for i, document in enumerate(documents):
-                ids = _coded(i, encode(document), dtype)
-                file.write(ids.tobytes())
-                ends.append(count := count + len(ids))
-            file.seek(0)  # NumPy leaves room for a longer shape
-            np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
-            file.flush()
-            np.save(beside / _ENDS, np.array(ends, np.int64))
-            about["documents"] = len(ends)
-            for name in (_TOKENS, _ENDS):
-                about[name] = _digests(np.load(beside / name, mmap_mode="r"))
-            (beside / _ABOUT).write_text(json.dumps(about))
-            for name in (_TOKENS, _ENDS, _ABOUT):  # after a power cut a renamed file may be empty
-                with (beside / name).open("rb") as written:
-                    os.fsync(written.fileno())
-            try:
-                beside.rename(path)
-            except OSError:
-                if not path.exists():
-                    raise
-                _compare(path, about)  # a different job was first
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    with scratch.folder(f".{path.name}.jaxdist-", str(path.parent)) as folder:  # other jobs may write, too
+        draft = Path(folder, path.name)
+        draft.mkdir()
+        ends = _write_tokens(draft / _TOKENS, (_coded(i, encode(one), dtype) for i, one in enumerate(documents)), dtype)
+        np.save(draft / _ENDS, np.array(ends, np.int64))
+        about["documents"] = len(ends)
+        for name in (_TOKENS, _ENDS):
+            about[name] = _digests(np.load(draft / name, mmap_mode="r"))
+        (draft / _ABOUT).write_text(json.dumps(about))
+        for name in (_TOKENS, _ENDS, _ABOUT):  # after a power cut a renamed file may be empty
+            with (draft / name).open("rb") as written:
+                os.fsync(written.fileno())
+        try:
+            draft.rename(path)
+        except OSError:
+            if not path.exists():
+                raise
+            _compare(path, about)  # a different job was first
 
 
-def _remove_leftovers(path: Path) -> None:
-    """Remove folders of killed runs; a run that still writes holds a lock on its file."""
-    for beside in path.parent.glob(f".{glob.escape(path.name)}.????????"):
-        with contextlib.suppress(OSError), (beside / _TOKENS).open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(beside)
+def _write_tokens(file: Path, documents: Iterable[np.ndarray], dtype: np.dtype[Any]) -> list[int]:
+    """Write documents as one array of NumPy's format, and return the end of each."""
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
+    ends, count = [], 0
+    with file.open("wb") as out:
+        np.lib.format.write_array_header_1_0(out, header | {"shape": (0,)})
+        for ids in documents:
+            out.write(ids.tobytes())
+            ends.append(count := count + len(ids))
+        out.seek(0)  # NumPy leaves room for a longer shape
+        np.lib.format.write_array_header_1_0(out, header | {"shape": (count,)})
+    return ends
 
 
 def _coded(i: int, ids: Any, dtype: np.dtype[Any]) -> np.ndarray:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -147,8 +147,12 @@ def ask_to_end(command: Command, process: "subprocess.Popen[bytes]", number: sig
 
 def signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
     """Send a signal to a command and to what it has started, so far as that has not left its group."""
+    _send(os.killpg, process.pid, number)
+
+
+def _send(kill: Callable[[int, int], None], pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
+        kill(pid, number)
 
 
 def end_sessions(leaders: "Collection[subprocess.Popen[bytes]]") -> None:
@@ -167,7 +171,6 @@ def end_sessions(leaders: "Collection[subprocess.Popen[bytes]]") -> None:
         told, give_up_at = set[int](), time.monotonic() + _LEFT_S
         while (pids := left()) and time.monotonic() < give_up_at:
             for pid in pids - told:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, number)
+                _send(os.kill, pid, number)
             told |= pids
             time.sleep(0.02)

@@ -197,8 +197,7 @@ def _note_ends(entries: queue.SimpleQueue[_Entry | None]) -> None:
         x = None
         for x in entry.metrics.values():
             with contextlib.suppress(RuntimeError):  # donated or failed: `_number` raises the error
-                if isinstance(x, jax.Array):
-                    x.block_until_ready()
+                jax.block_until_ready(x)
         entry.ended = entry.ended or time.monotonic()
         del entry, x  # otherwise they would live until the next step ends
 

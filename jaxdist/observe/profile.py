@@ -83,22 +83,27 @@ def read(trace: str | os.PathLike[str]) -> Trace:
     on: dict[Collective, dict[Any, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
         of_device = plane.name.startswith("/device:")
-        for i, line in enumerate(plane.lines):
-            if of_device and not line.name.startswith(("Stream", "XLA Ops")):
-                continue  # derived lines: whole modules, steps, layer names
-            for event in line.events:
-                stats = dict(event.stats)
-                if event.name.startswith("$") or not (of_device or "hlo_op" in stats):
-                    continue  # Python functions, or XLA's own work on the host
-                busy[plane.name, i].append((event.start_ns, event.start_ns + event.duration_ns))
-                one = known.get((stats.get("hlo_module"), stats.get("hlo_op", event.name)))
-                if one is None and event.name.startswith("nccl"):
-                    one = Collective("collective")
-                if one is not None:
-                    device = plane.name if of_device else stats.get("device_ordinal")
-                    on[one][device].append((event.start_ns, event.duration_ns / 1e9))
+        for line, event, stats in _operations(plane, of_device):
+            busy[plane.name, line].append((event.start_ns, event.start_ns + event.duration_ns))
+            one = known.get((stats.get("hlo_module"), stats.get("hlo_op", event.name)))
+            if one is None and event.name.startswith("nccl"):
+                one = Collective("collective")
+            if one is not None:
+                device = plane.name if of_device else stats.get("device_ordinal")
+                on[one][device].append((event.start_ns, event.duration_ns / 1e9))
     in_order = {one: [[x for _, x in sorted(calls)] for calls in each.values()] for one, each in on.items()}
     return sum(map(_together, busy.values())) / 1e9, in_order
+
+
+def _operations(plane: Any, of_device: bool) -> Iterator[tuple[int, Any, dict[str, Any]]]:
+    """The operations that a plane of a trace has, with their lines: no Python function, no work of XLA on the host."""
+    for i, line in enumerate(plane.lines):
+        if of_device and not line.name.startswith(("Stream", "XLA Ops")):
+            continue  # derived lines: whole modules, steps, layer names
+        for event in line.events:
+            stats = dict(event.stats)
+            if not event.name.startswith("$") and (of_device or "hlo_op" in stats):
+                yield i, event, stats
 
 
 def _together(intervals: list[tuple[float, float]]) -> float:

@@ -210,8 +210,7 @@ def test_packing_that_cannot_be() -> None:
 
 def test_what_killed_runs_have_left_is_removed(tmp_path: Path) -> None:
     """But nothing of one that still writes."""
-    (leftover := tmp_path / ".t.0123abcd").mkdir()
-    (leftover / "tokens.npy").touch()
+    (tmp_path / ".t.jaxdist-0123abcd" / "t").mkdir(parents=True)
 
     def encode(text: str) -> bytes:
         written.append(text)
