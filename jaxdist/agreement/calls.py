@@ -56,10 +56,10 @@ def _programs(context: Context, tag: str, call: str, program: Traced | None, gro
     for what, *lines in zip(kinds, *(details[rank] for rank in pair), strict=True):
         if found := _first_difference(*lines):
             none = f"no {what} that the other does not have, too"
-            shown = [f"\n  rank {list_ranks(g)}: {x or none}" for g, x in zip(groups[:2], found, strict=True)]
+            shown = [f"{x or none} on rank {list_ranks(g)}" for g, x in zip(groups[:2], found, strict=True)]
             rest = [rank for group in groups[2:] for rank in group]
-            more = f"\n  rank {list_ranks(rest)}: other programs again" if rest else ""
-            text = f"The first {what} that differs:{''.join(shown)}{more}"
+            shown += [f"other programs again on rank {list_ranks(rest)}"] if rest else []
+            text = f"The first {what} that differs: {'; '.join(shown)}"  # on the line that `jaxdist run` repeats
             break
     return f"{call}: the ranks have different programs, and none has run. {text}\n{_ADVICE}"
 
