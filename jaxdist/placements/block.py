@@ -26,8 +26,8 @@ class Node:
     backward: bool  # differentiation made it
     calls: tuple[JaxprEqn, ...] = ()  # the calls that it was inlined from, outermost first
     described: list[Any] = field(default_factory=list, init=False)  # its factors, once requested
-    # what `Walk.by_factors` returned for its operands' placements
-    by_factors: dict[Any, Any] = field(default_factory=dict, init=False)
+    # its strategy and its options, by its operands' placements: walks of a block differ in few operations
+    known: dict[Any, Any] = field(default_factory=dict, init=False)
 
     @property
     def line(self) -> str:
@@ -84,6 +84,11 @@ class Block:
     outputs: list[int] = field(default_factory=list)  # the values that it returns
     uses: list[int] = field(default_factory=list)  # for each value, its uses as operand or output
     outermost: bool = False  # it is the step's own body, which runs once
+
+    @functools.cached_property
+    def numbers(self) -> dict[int, Any]:
+        """Map each constant to its value if it is a single number, else to None."""
+        return {i: _number(value) for i, value in self.known.items()}
 
     @functools.cached_property
     def makers(self) -> dict[int, Node]:
@@ -186,8 +191,7 @@ def _inline(
     return [read(v) for v in jaxpr.outvars]
 
 
-def number(value: Any) -> Any:
-    """Return the value of a constant that is a single number, else None."""
+def _number(value: Any) -> Any:
     try:
         dtype = jnp.result_type(value)
         if np.ndim(value) == 0 and dtype != jax.dtypes.float0 and not jnp.issubdtype(dtype, jax.dtypes.extended):

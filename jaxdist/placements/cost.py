@@ -31,12 +31,15 @@ def cost(placed: Placed, infer: Any, examples: int = 1, memory: bool = True) -> 
 
 def seconds(placed: Placed, machine: Machine, memory: bool = True) -> float:
     """Estimate the seconds that a device computes, without communication."""
-    return sum(
-        times * seconds_of(one.block, node, strategy, machine, memory)
-        for one, times in placed.blocks()
-        for node, strategy in zip(one.block.nodes, one.strategies, strict=True)
-        if not strategy.bodies and strategy.make is None
-    )
+    total = 0.0
+    for one, times in placed.blocks():
+        for node, strategy in zip(one.block.nodes, one.strategies, strict=True):
+            if strategy.bodies or strategy.make is not None:
+                continue
+            if memory not in strategy.seconds:
+                strategy.seconds[memory] = seconds_of(one.block, node, strategy, machine, memory)
+            total += times * strategy.seconds[memory]
+    return total
 
 
 def seconds_of(block: Block, node: Node, strategy: Strategy, machine: Machine, memory: bool = True) -> float:

@@ -55,14 +55,9 @@ def search(
             known[key] = _price(infer, block, state, sources, examples, cuts)
         return known[key]
 
-    # Start from nothing and from each group of classes, then refine by single classes.
-    nothing, groups = frozenset[Class](), _alike(classes.found, block, names)
-    value(nothing)
-    alone = [value(group) for group in groups[: most // 2]] + [math.inf] * len(groups)
-    groups = [groups[k] for k in sorted(range(len(groups)), key=lambda k: (alone[k], k))]
-    ends = [descend(start, groups, _near, value) for start in (nothing, *groups)]
-    single = [frozenset([one]) for one in classes.found]
-    return layout(descend(min(ends, key=value), single, _near, value))
+    groups = _alike(classes.found, block, names)
+    groups = [*sorted(groups[: most // 2], key=value), *groups[most // 2 :]]  # the best alone first
+    return layout(descend(frozenset(), groups, _near, value))
 
 
 class _Classes:

@@ -33,6 +33,7 @@ class Strategy:
     instead: str = ""  # the reason that its operands are sent, although an alternative exists
     then: Sequence[Form] = ()  # the form to convert each result to at once, if any
     name: str = ""  # the option's name; the default option has none
+    seconds: dict[bool, float] = field(default_factory=dict)  # that it computes, with and without its memory traffic
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from typing import Any
 from jaxdist.errors import StepError
 from jaxdist.ir.operations import SAME_RANK, SHAPE_ONLY, is_deferrable
 from jaxdist.placements import rules, values
-from jaxdist.placements.block import Block, Node, added, number
+from jaxdist.placements.block import Block, Node, added
 from jaxdist.placements.rules import Factors
 from jaxdist.placements.run import Cut, make_in_form, make_whole, run_as_is
 from jaxdist.placements.strategy import UNKNOWN, Move, Placed, Strategy, nbytes
@@ -48,8 +48,8 @@ class Walk:
         self.next = {i: node for node in block.nodes for i in node.ins}
         self.inputs = {i: k for k, i in enumerate(block.inputs)}
         summed: set[int] = set()
-        for i, value in block.known.items():
-            self.at[i] = Replicated(number(value))
+        for i, value in block.numbers.items():
+            self.at[i] = Replicated(value)
         for i, placement in zip(block.inputs, ins, strict=True):
             self.at[i] = self._settled(i, placement)
             if isinstance(placement, Partial) and not isinstance(self.at[i], Partial):
@@ -104,17 +104,29 @@ class Walk:
     def strategy(self, node: Node) -> Strategy:
         """Choose how to run an operation, given the placements of its operands."""
         ins = [self.at[i] for i in node.ins]
+        summands = [self.slices.get(i) for i, p in zip(node.ins, ins, strict=True) if isinstance(p, Partial)]
+        key = (*ins, *summands, *(o in self.loose for o in node.outs))
+        if (found := node.known.get(key)) is None:
+            sent = len(self.placed.own)
+            found = self._strategies(node, ins)
+            if len(self.placed.own) == sent:  # it sends nothing itself, in every walk anew
+                node.known[key] = found
+        usual, offers = found
+        if not offers:
+            return usual
+        self.offers += [(node, one) for one in offers]
+        return next((one for one in offers if one.name == self.choice.names.get(id(node))), usual)
+
+    def _strategies(self, node: Node, ins: list[Placement]) -> tuple[Strategy, Sequence[Strategy]]:
+        """Return the default strategy of an operation, and its options."""
         if unknown := [type(e).__name__ for e in node.eqn.effects if type(e).__name__ not in _EFFECTS]:
             raise refuse(node, f"its effect ({unknown[0]}) is not possible on several devices")
         if any(isinstance(p, Partial) for p in ins) and (strategy := linear(self, node, ins)):
-            return strategy
+            return strategy, ()
         for k, i in enumerate(node.ins):
             if isinstance(ins[k], Partial):
                 ins[k] = self.slices.get(i, ins[k])
-        usual = self._alone(node, ins)
-        offers = [one for rule in OFFERS.get(node.name, ()) if (one := rule(self, node, ins))]
-        self.offers += [(node, one) for one in offers]
-        return next((one for one in offers if one.name == self.choice.names.get(id(node))), usual)
+        return self._alone(node, ins), [one for rule in OFFERS.get(node.name, ()) if (one := rule(self, node, ins))]
 
     def _alone(self, node: Node, ins: Sequence[Placement]) -> Strategy:
         """Return the strategy that sends least for an operation alone."""
@@ -176,14 +188,11 @@ class Walk:
         """Cut along the factor that needs the least communication."""
         if described is None:
             return None
-        known, key = node.by_factors, tuple(ins)  # walks of a block differ in few operations
-        if key not in known:
-            candidates = self.candidates(node, ins, described)
-            found = [(factor, self.cut(node, ins, described, factor, split)) for factor, split in candidates]
-            cuts = [(self._price(node, ins, factor, one), one) for factor, one in found if one]
-            (bytes_, *_), cheapest = min(cuts, key=lambda each: each[0], default=((math.inf,), None))
-            known[key] = cheapest if bytes_ < math.inf else None
-        return known[key]
+        candidates = self.candidates(node, ins, described)
+        found = [(factor, self.cut(node, ins, described, factor, split)) for factor, split in candidates]
+        cuts = [(self._price(node, ins, factor, one), one) for factor, one in found if one]
+        (bytes_, *_), cheapest = min(cuts, key=lambda each: each[0], default=((math.inf,), None))
+        return cheapest if bytes_ < math.inf else None
 
     def candidates(self, node: Node, ins: Sequence[Placement], described: Factors) -> Sequence[tuple[int, Split]]:
         """Return factors along which operands are split; batch operands take precedence."""
