@@ -92,7 +92,6 @@ ROWS_OF: list[Row] = [
     Row([word("collectives:of_jaxdist", 1)], (), (RUN, THREE)),
     Row(["collectives:of_every_dtype"], (MPIRUN,), (RUN, THREE, FOUR)),
     Row(["collectives:nan_in_a_step"], (MPIRUN,), (RUN, FOUR)),
-    Row([word("collectives:scattered", 200 if FULL else 20)], (), (HAND,)),
     Row([word("collectives:away", "FOLDER")], (), (MPIRUN,)),
     Row(["collectives:in_pieces"], (), (MPIRUN,)),
     Row(["collectives:threads"], (MPIRUN,), (HAND,)),

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -143,17 +142,3 @@ def test_open_mpi_keeps_its_files_in_a_directory_of_the_job(jaxdist: Jaxdist, tm
         pytest.skip("mpirun IS NOT OPEN MPI 5: where it keeps its files is not tested")
     assert existed
     assert not Path(folder).parent.exists()
-
-
-@pytest.mark.slow
-def test_progress_and_a_warning_of_a_log(jaxdist: Jaxdist, launcher: str, tmp_path: Path) -> None:
-    """Of the root, on standard error."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_bytes(b"\0" * 9)
-    done = jaxdist("run", "-n", 2, "--launcher", launcher, SCRIPTS / "progress.py")
-    assert done.returncode == 0, done.stderr
-    shown = re.findall(r"^step (\d)/3  loss=\S+(.*)", done.stderr, re.MULTILINE)
-    assert [step for step, _ in shown] == ["1", "3"]
-    assert re.fullmatch(r"  examples_per_s=\S+  0:00:00 left", shown[1][1])
-    assert done.stderr.count("1 damaged line") == 1
-    assert done.stdout == "printed 1\nprinted 2\nprinted 3\n"

@@ -316,25 +316,6 @@ def nan_in_a_step() -> None:
         compare(got, [[np.max(x, 0), np.min(x, 0)] for x in xs])
 
 
-def scattered(turns: int) -> None:
-    """Gloo's own reduce-scatter is wrong in a few of 200 such turns (jax#40830)."""
-    rows = (35 << 18) // 1024 // N * N
-    line = np.arange(rows, dtype=np.float32)[:, None] + np.arange(1024, dtype=np.float32)
-
-    def on_one(x: Any) -> Any:
-        def turn(i: Any, wrong: Any) -> Any:
-            mine = lax.psum_scatter(x + i.astype(x.dtype), "data", tiled=True)
-            first = (lax.axis_index("data") * mine.shape[0] + jnp.arange(mine.shape[0], dtype=x.dtype))[:, None]
-            right = N * (first + jnp.arange(x.shape[1], dtype=x.dtype) + i) + N * (N - 1) / 2
-            return wrong + jnp.sum(mine != right, dtype=jnp.int32)
-
-        wrong = lax.pcast(jnp.zeros((), jnp.int32), "data", to="varying")
-        return lax.psum(lax.fori_loop(0, turns, turn, wrong), "data")
-
-    step = jaxdist.data_parallel(jaxdist.per_device(lambda x: on_one(x[0])[None], P("data"), P("data")))
-    assert int(np.asarray(step((line + R)[None]).addressable_data(0))[0]) == 0
-
-
 def in_pieces() -> None:
     """Messages that are too long for one MPI call: all of them are, if a call may carry seven elements."""
     from jaxdist.communicators import mpi  # private: else it takes messages of 2 GiB
