@@ -204,7 +204,7 @@ MUTANTS: list[Mutant] = [
            "tests/jobs/test_results.py -k quick and mpirun"),
     Mutant("a reduction in groups is of all devices", "jaxdist/collectives/in_step.py",
            "allgather(_wide(x)[None], 0, groups), 0)", "allgather(_wide(x)[None], 0, None), 0)",
-           "tests/jobs/test_one_process.py -k numbers"),
+           "tests/jobs/test_one_process.py -k random_calls"),
     Mutant("a reduce-scatter over gloo is of the wrong part", "jaxdist/communicators/xla.py",
            "total = exchange.summed(parts).astype(x.dtype)\n        return total if tiled",
            "total = exchange.summed(parts[:1]).astype(x.dtype)\n        return total if tiled",

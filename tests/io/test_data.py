@@ -22,9 +22,8 @@ from catalogue.sources import (
     N,
     WithState,
 )
-from harness import jobs, told
-from harness.commands import CLI
-from harness.errors import raises
+from harness import jobs
+from harness.errors import check, raises
 from harness.loaders import epoch, flat, make, ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -296,9 +295,12 @@ DIFFERING = {
 def _go_on(folder: Path, legs: list[tuple[int, bool]]) -> None:
     state, seen = folder / "state.json", list[int]()
     for ranks_, mpi in legs:
-        found, _ = told.run(ranks_, SCRIPTS / "loaders.py", folder, mpi=mpi, env={"JAX_ENABLE_X64": "1"})
+        _, cases = jobs.cases(
+            ranks_, "auto", folder, f'loaders:read_by_several["{folder}"]', how="mpirun" if mpi else "hand"
+        )
+        (found,) = cases.values()
         for rank in found:
-            told.check(rank["errors"], DIFFERING)
+            check(rank["errors"], DIFFERING)
             assert rank["state"] == found[0]["state"]
             assert rank["seen"] == found[0]["seen"]
         seen += found[0]["seen"]
@@ -326,13 +328,8 @@ def test_worker_processes(tmp_path: Path) -> None:
             jax.tree.map(np.testing.assert_array_equal, a, b)
     del got
     script = str(SCRIPTS / "workers.py")
-    _, output = told.run(2, Path(script))
-    assert sorted(output.splitlines()) == ["27.0", "39.0"]
-    job = jobs.Job()
-    job.start([*CLI, "run", "-n", "2", "--launcher", "env", script, "fails"])
-    (failed,) = job.finish()
-    assert failed.returncode == 1
+    assert sorted(jobs.run("hand", 2, [script]).output.splitlines()) == ["27.0", "39.0"]
+    failed = jobs.run("run", 2, [script, "fails"], code=1)
     assert "ValueError: a bad example" in failed.stderr
     assert "resource_tracker" not in failed.stderr
-    _, output = told.run(1, Path(script), "unguarded", code=1)
-    assert 'if __name__ == "__main__":' in output
+    assert 'if __name__ == "__main__":' in jobs.run("hand", 1, [script, "unguarded"], code=1).output

@@ -144,4 +144,3 @@ def test_ctrl_c_in_training_ends_all_ranks(how: str) -> None:
     assert result.returncode == 130 or (how == MPIRUN and result.returncode)
     assert "THROUGH" not in result.stdout
     assert "Traceback" not in result.output, result.output
-

@@ -159,4 +159,3 @@ def test_a_host_without_this_folder(hosts: Hosts) -> None:
     result = hosts.run("node1", [*elsewhere, *RUN, "--hosts", "node2:1", "true"], timeout=30)
     assert result.returncode == 2
     assert all(token in result.stderr for token in ("node2", "/run/mine"))
-

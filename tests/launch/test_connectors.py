@@ -319,7 +319,7 @@ def test_alone_in_the_eyes_of_mpi_and_one_of_several_for_the_launcher() -> None:
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_a_rank_that_does_not_come_to_mpi_init_is_not_waited_for_without_end() -> None:
-    assert jobs.mpirun(2, [*WHO[1:], "late"], {"JAXDIST_TIMEOUT": "2"}, timeout=60).returncode != 0
+    assert jobs.launch("mpirun", 2, [*WHO[1:], "late"], {"JAXDIST_TIMEOUT": "2"}).end(60).returncode != 0
 
 
 # --- engines

@@ -1,20 +1,19 @@
-"""Checkpoints of several ranks: `checkpoints.py FOLDER CASE …`; each case is a function of this file."""
+"""Checkpoints of several ranks, each in a folder of its own."""
 
 import os
 import resource
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from harness.errors import error_of
 from harness.states import data_file, flip, same
-from harness.told import error_of, say
 
 import jaxdist
 
-ctx = jaxdist.init()
+ctx = jaxdist.get_context()
 WIDE = np.random.default_rng(0).integers(0, 2**32, (60, 500), np.uint32)  # does not compress: only checksums can tell
 LAST = ctx.rank == ctx.size - 1
 
@@ -114,6 +113,3 @@ def full_disk(path: str) -> list[str]:
     assert jaxdist.latest_step(path) == 1
     assert jaxdist.restore(path, {"w": np.zeros(3, int)})["w"].tolist() == [0, 1, 2]
     return said
-
-
-say(ctx.rank, {case: globals()[case](f"{sys.argv[1]}/{case.replace('damaged', 'two_steps')}") for case in sys.argv[2:]})
