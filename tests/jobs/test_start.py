@@ -10,13 +10,12 @@ from harness import jobs
 from harness.errors import missing
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "starts.py")
-GLOO = {"JAXDIST_COMMUNICATOR": "xla"}
 
 
 class Start(NamedTuple):
     """A job, and what it says: to each rank started by hand, or in all."""
 
-    call: str  # arguments of the script; ``FOLDER`` and ``PORT`` are replaced
+    call: str  # arguments of the script; ``PORT`` is replaced
     tokens: tuple[str, ...] = ()  # of the output
     fails: bool = False  # whether it does not start
     how: str = "hand"  # it is started
@@ -29,7 +28,6 @@ FAST, PROXY = "--xla_cpu_enable_fast_math=", "http://127.0.0.1:9"
 STARTS = [
     Start("initialized PORT", (" of 2 mean 1.5",), quick=True),
     Start("initialized PORT local", ("rank ", " of 2", "local", "by itself"), True, quick=True),
-    Start("initialized PORT tcp://127.0.0.1:MEET", (" of 2 mean 1.5",)),
     Start("late", ("rank 1", "JAX backend"), True),
     Start(f"joins {FAST}false {FAST}true", ("rank 0 (", "rank 1 (", f"{FAST}false", f"{FAST}true"), True),
     Start("joins lanes=4 lanes=2", ("lanes=4", "rank 0", "lanes=2", "rank 1"), True),
@@ -52,9 +50,8 @@ STARTS = [
     [pytest.param(s, marks=[pytest.mark.mpi] * (s.how == "mpirun") + [pytest.mark.slow] * (not s.quick), id=s.call)
      for s in STARTS],
 )  # fmt: skip
-def test_processes_come_together_or_say_why_not(given: Start, tmp_path: Path) -> None:
-    port, meet = str(jobs.free_port()), str(jobs.free_port())
-    call = given.call.replace("PORT", port).replace("MEET", meet).replace("FOLDER", str(tmp_path)).split()
+def test_processes_come_together_or_say_why_not(given: Start) -> None:
+    call = given.call.replace("PORT", str(jobs.free_port())).split()
     results = jobs.launch(given.how, given.ranks, [SCRIPT, *call], given.env).finish(90)
     for result in results:
         assert bool(result.returncode) == given.fails, result.output

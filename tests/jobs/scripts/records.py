@@ -51,6 +51,10 @@ def seen(folder: str) -> None:
 
     w = [jnp.ones((64, 64), jnp.float32) / 64, jnp.ones((64, 8), jnp.float32) / 64]
     batch, path = jnp.ones((4, 64), jnp.float32) * (R + 1), Path(folder, "seen")
+    if ctx.is_root:
+        path.mkdir()
+        (path / "metrics.jsonl").write_bytes(b"\0" * 9)
+    ctx.barrier()
     with jaxdist.run_log(path, total=5, examples_per_step=8) as log:
         for i in range(3):
             # The root's third call can't end before rank 1 makes its own (the first two wait for each other), which it
