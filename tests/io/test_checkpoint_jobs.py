@@ -79,7 +79,7 @@ def test_training_through_any_number_of_ranks(tmp_path: Path) -> None:
 def test_killed_while_saving(tmp_path: Path) -> None:
     """At a moment by chance: what is restored is whole, and no save that had returned is lost."""
     rng, certain = random.Random(0), 0
-    for _ in range(3):
+    for _ in range(2):
         args = [str(SCRIPTS / "saver.py"), str(tmp_path / "run")]
         job = jobs.start_mpirun(2, args, {"JAXDIST_COMMUNICATOR": "mpi"})
         try:
@@ -109,7 +109,7 @@ def test_slow_writes_are_waited_for_and_a_failed_last_one_told(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_the_last_save_in_the_background_is_waited_for(tmp_path: Path) -> None:
-    done = jobs.run("hand", 1, [str(SCRIPTS / "background.py"), str(tmp_path)])
+    done = jobs.run("hand", 1, [str(SCRIPTS / "owner.py"), str(tmp_path), "ends"])
     assert done.stdout == "the end\n"
     got = jaxdist.restore(tmp_path, {f"w{i}": np.zeros(200_000, int) for i in range(20)})
     assert all((got[f"w{i}"] == i).all() for i in range(20))

@@ -1,7 +1,6 @@
 """Checkpoints of several ranks, each in a folder of its own."""
 
 import os
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from harness.errors import error_of
-from harness.states import data_file, flip, same
+from harness.states import data_file, flip, same, small_files
 
 import jaxdist
 
@@ -106,10 +105,8 @@ def full_disk(path: str) -> list[str]:
     """Of the last rank, for each of many arrays; what was there stays."""
     jaxdist.save(path, {"w": np.arange(3)}, 1)
     big = jaxdist.shard({f"w{i}": np.random.default_rng(i).normal(size=(128, 256)) for i in range(32)})
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18 if LAST else before[1], before[1]))
-    said = error_of(jaxdist.save, path, big, 2)
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with small_files(LAST):
+        said = error_of(jaxdist.save, path, big, 2)
     assert jaxdist.latest_step(path) == 1
     assert jaxdist.restore(path, {"w": np.zeros(3, int)})["w"].tolist() == [0, 1, 2]
     return said
