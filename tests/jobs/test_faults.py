@@ -49,7 +49,6 @@ FAULTS = [
     # A rank that ends.
     Fault("raises", (WHO, "ValueError", "boom on purpose", 'faults.py", line'), (RUN, MPIRUN), True),
     Fault("raises 0", ("rank 0 (", "ValueError: boom on purpose"), (GLOO,)),
-    Fault("raises_oddly", (WHO, "BaseExceptionGroup", "Odd"), (RUN,)),
     Fault("raises_in_a_thread", (WHO, "IndexError"), (HAND,), code=1),
     Fault("raises_in_a_callback", ("rank 0 (", "ValueError: boom on purpose"), (MPIRUN, HAND)),
     Fault("exits 0", ("rank 0 (", "exit code 3"), (MPIRUN, RUN), True, 3),

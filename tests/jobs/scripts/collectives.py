@@ -166,7 +166,7 @@ def large(loops: int, megabytes: float) -> None:
 def away(folder: str) -> None:
     """Over MPI a rank once waited for ever to hear that its last segments had arrived."""
     x = jnp.ones(1 << 24, jnp.float32)
-    for i in range(40):
+    for i in range(20):
         done = Path(folder, f"through {i}")
         jax.block_until_ready(jaxdist.reduce_scatter(x))
         if R:
@@ -254,7 +254,6 @@ JAXS_OWN: list[tuple[Callable[[Any], Any], list[str]]] = [
     (lambda x: lax.all_gather(x, "data", axis=1, tiled=True), ["float32", "bool"]),
     (lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True), EVERY),
     (lambda x: lax.all_to_all(x, "data", 0, 1, tiled=True), FEW),
-    (lambda x: lax.all_to_all(x, "data", 1, 0, tiled=True), FEW),
     (lambda x: lax.all_to_all(x.reshape(N, 2, -1), "data", 0, 1), FEW),
     (lambda x: lax.psum_scatter(x, "data", tiled=True), REAL + calls.COMPLEX),
     (lambda x: lax.psum_scatter(x, "data", scatter_dimension=1, tiled=True), FEW),

@@ -58,21 +58,10 @@ def train(calls: int, w: Any = None) -> Any:
 # --- a rank that ends
 
 
-class Odd(ValueError):
-    def __str__(self) -> str:
-        raise RuntimeError("no words")
-
-
 def raises() -> None:
     train(3)
     if ODD:
         raise ValueError("boom on purpose")
-    time.sleep(100)
-
-
-def raises_oddly() -> None:
-    if ODD:
-        raise BaseExceptionGroup("two", [Odd(), SystemExit(0)])
     time.sleep(100)
 
 
