@@ -479,7 +479,7 @@ MUTANTS += [
     Mutant("tcp:// swaps rank and size", "jaxdist/connectors/tcp.py",
            'return over([(env["MASTER_ADDR"], port)], spec, rank, size, timeout)',
            'return over([(env["MASTER_ADDR"], port)], spec, size, rank, timeout)',
-           "tests/launch/test_connectors.py::test_two_ranks_at_an_address"),
+           "tests/launch/test_connectors.py -k two_ranks and address"),
     Mutant("torchrun's own port is taken", "jaxdist/connectors/tcp.py", "        port += 1  #", "        port += 0  #",
            "tests/launch/test_connectors.py -k torchrun", slow=True),
     Mutant("the prefix of lines is lost", "jaxdist/launch/job.py", 'return b"[%d] %b" % (rank, line)',
