@@ -231,7 +231,7 @@ def test_a_home_that_can_keep_no_secret_is_an_error_that_says_what_to_set(tmp_pa
     made = jobs.Job()
     made.start([sys.executable, SCRIPT, "homes"], {"HOME": str(tmp_path), "JAXDIST_SECRET": None})
     lines = made.end(60).stdout.splitlines()
-    assert len(lines) == 4, lines
+    assert len(lines) == 3, lines
     assert all(line.startswith("REFUSED") and "JAXDIST_SECRET" in line for line in lines)
     assert "chmod 600" in lines[0]
 

@@ -1,17 +1,14 @@
 """examples/mnist.py: trains, on one device and on several."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import gallery
 import numpy as np
 import pytest
 from gallery import digits
-from harness import quick
+from harness.started import Jaxdist
 
 from jaxdist.launch.mpi import find_mpirun  # private: the one that `jaxdist run` takes
 
@@ -50,15 +47,9 @@ def test_it_learns(tmp_path: Path) -> None:
     assert (len(seen), round(seen[-1], 4)) == (12, accuracy)
 
 
-def test_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks(jaxdist: Jaxdist, tmp_path: Path) -> None:
     """As the README has it, but for their number."""
-    command = [sys.executable, "-m", "jaxdist", "run", "-n", "2", str(SCRIPT), "--epochs", "2", "--log-dir", "run"]
-    # The user's environment, not that of tests/conftest.py: virtual devices, float64.
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))} | {"XLA_FLAGS": quick.XLA_FLAGS}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=150, check=False, stdin=subprocess.DEVNULL, env=env,
-        cwd=tmp_path,
-    )  # fmt: skip
+    done = jaxdist("run", "-n", 2, SCRIPT, "--epochs", 2, "--log-dir", "run", timeout=150)
     assert done.returncode == 0, done.stderr
     assert final(done.stdout)[2:] == (2, "mpi" if find_mpirun() else "xla")  # only the root writes
     first, *lines = done.stderr.splitlines()
@@ -68,12 +59,9 @@ def test_two_ranks(tmp_path: Path) -> None:
     np.testing.assert_allclose(logged(tmp_path / "run"), on_one_device(tmp_path / "one"), rtol=1e-4)
 
 
-@pytest.mark.parametrize(("flags", "level"), [((), 3), (("--dropout", "0.1", "--batchnorm"), 0)])
-def test_the_number_of_devices_does_not_change_the_loss(
-    flags: tuple[str, ...], level: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_number_of_devices_does_not_change_the_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(digits, "_load_scans", gallery.few_scans)
-    run = tmp_path / "run"
-    said, _ = gallery.script("mnist", "--epochs", 2, "--level", level, "--log-dir", run, *flags)
+    run, flags = tmp_path / "run", ("--dropout", "0.1", "--batchnorm")
+    said, _ = gallery.script("mnist", "--epochs", 2, "--level", 3, "--log-dir", run, *flags)
     assert final(said)[2] == 8
     np.testing.assert_allclose(logged(run), on_one_device(tmp_path / "one", *flags), rtol=1e-4)

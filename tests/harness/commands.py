@@ -7,8 +7,6 @@ from importlib.metadata import entry_points
 
 import pytest
 
-CLI = [sys.executable, "-m", "jaxdist"]
-
 
 def command(*words: object) -> tuple[int, str]:
     """Run ``jaxdist WORDS``: the exit code and what it printed, on lines that are not broken."""

@@ -1,7 +1,8 @@
 """Errors by class and tokens: what a message must name, in whatever words."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import pytest
 
@@ -18,3 +19,20 @@ def raises(kind: type[BaseException] | tuple[type[BaseException], ...], *tokens:
         yield
     lacks = missing(tokens, str(info.value))
     assert not lacks, f"{lacks} not in: {info.value}"
+
+
+def error_of(call: Callable[..., Any], *args: Any, **settings: Any) -> list[str]:
+    """The class and the message of the error that a call raises, to tell the test that has started this process."""
+    try:
+        call(*args, **settings)
+    except (RuntimeError, ValueError, OSError, TypeError) as error:
+        return [type(error).__name__, str(error)]
+    return ["", ""]
+
+
+def check(told: Mapping[str, list[str]], expected: Mapping[str, tuple[str, ...]]) -> None:
+    """Of each call: the class of its error, and what the message names."""
+    assert told.keys() == expected.keys()
+    for name, (kind, *tokens) in expected.items():
+        got, message = told[name]
+        assert (got, missing(tokens, message)) == (kind, []), f"{name}: {got}: {message}"

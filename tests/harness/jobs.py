@@ -200,9 +200,14 @@ def launch(how: str, n: int, args: Sequence[str], env: Mapping[str, str | None] 
     return job
 
 
-def mpirun(n: int, args: Sequence[str], env: Mapping[str, str | None] | None = None, timeout: float = 120.0) -> Result:
-    """Run `mpirun -np n python args` to its end."""
-    return start_mpirun(n, args, env).finish(timeout)[0]
+def run(
+    how: str, n: int, args: Sequence[str], env: Mapping[str, str | None] | None = None, code: int = 0,
+    timeout: float = 120.0,
+) -> Result:  # fmt: skip
+    """Run n ranks of `python args` to their end, which has to be with this exit code."""
+    result = launch(how, n, args, env).end(timeout)
+    assert result.returncode == code, result.output
+    return result
 
 
 def cases(
@@ -210,8 +215,7 @@ def cases(
     timeout: float = 540.0, how: str = "mpirun",
 ) -> tuple[Result, dict[str, list[Any]]]:  # fmt: skip
     """Run cases (see jobs/scripts/runner.py) in one job that must not fail, and what each returned on each rank."""
-    result = launch(how, n, [RUNNER, communicator, str(folder), *words], env).end(timeout)
-    assert result.returncode == 0, result.output
+    result = run(how, n, [RUNNER, communicator, str(folder), *words], env, timeout=timeout)
     ranks = [[json.loads(line) for line in (folder / f"rank{rank}.json").read_text().splitlines()] for rank in range(n)]
     assert all([word for word, _ in lines] == list(words) for lines in ranks), result.output
     return result, {word: [lines[k][1] for lines in ranks] for k, word in enumerate(words)}

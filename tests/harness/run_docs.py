@@ -11,47 +11,30 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 NOT_RUN = re.compile(r"# not run: \S")
 
 
-class Block(NamedTuple):
-    """A block of Python in a page."""
-
-    line: int  # where it begins, from 1
-    code: str  # without the indentation of the page
-
-    @property
-    def runs(self) -> bool:
-        """Whether it is run at all."""
-        return not NOT_RUN.match(self.code)
-
-    @property
-    def program(self) -> bool:
-        """Whether it stands alone."""
-        return re.search(r"^(import .*\bjaxdist|from jaxdist)", self.code, re.MULTILINE) is not None
-
-
-def blocks(text: str) -> Iterator[Block]:
-    """The blocks of Python in a page."""
+def blocks(text: str) -> Iterator[tuple[int, str]]:
+    """The line where it begins, from 1, and the code of each block of Python in a page that is run."""
     for found in FENCE.finditer(text):
-        if found[2] == "python":
-            yield Block(text[: found.start()].count("\n") + 2, textwrap.dedent(found[3]))
+        code = textwrap.dedent(found[3])
+        if found[2] == "python" and not NOT_RUN.match(code):
+            yield text[: found.start()].count("\n") + 2, code
 
 
 def run(page: Path) -> None:
     """All blocks of a page."""
     pieces: dict[str, Any] | None = None
-    for block in blocks(page.read_text()):
-        if not block.runs:
-            continue
-        if not block.program and pieces is None:
+    for line, text in blocks(page.read_text()):
+        program = re.search(r"^(import .*\bjaxdist|from jaxdist)", text, re.MULTILINE) is not None
+        if not program and pieces is None:
             pieces = runpy.run_path(str(Path(__file__).with_name("docs_setup.py"))) | {"__name__": "__main__"}
         # The lines of a traceback are the page's. `__main__`: `jaxdist.spawn` sends what is defined there by value.
-        code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
-        exec(code, {"__name__": "__main__"} if block.program else pieces)
+        code = compile("\n" * (line - 1) + text, str(page), "exec")
+        exec(code, {"__name__": "__main__"} if program else pieces)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,19 @@ from typing import Any
 import psutil
 import pytest
 from harness import quick
+from harness.jobs import hear_ctrl_c
 
 from jaxdist.launch.mpi import find_mpirun  # private: the one that `jaxdist run` takes
 
 CLI = [sys.executable, "-m", "jaxdist"]
 
 Jaxdist = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def started(*args: object, **how: Any) -> "subprocess.Popen[Any]":
+    """A `jaxdist run` that goes on, with its output in a pipe, or as is said; it hears Ctrl-C."""
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True, "preexec_fn": hear_ctrl_c} | how
+    return subprocess.Popen([*CLI, "run", *map(str, args)], **how)
 
 
 @pytest.fixture

@@ -1,5 +1,8 @@
 """States, bit for bit, and the steps in a folder of checkpoints."""
 
+import contextlib
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +41,12 @@ def flip(file: Path, at: float = 0.5) -> None:
     content = bytearray(file.read_bytes())
     content[int(len(content) * at)] ^= 1
     file.write_bytes(content)
+
+
+@contextlib.contextmanager
+def small_files(small: bool = True) -> Iterator[None]:
+    """Within it a file can't be longer, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18 if small else before[0], before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)

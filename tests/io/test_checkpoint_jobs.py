@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import jobs, told, training
-from harness.errors import raises
+from harness import jobs, training
+from harness.errors import check, raises
 from harness.states import there
 
 import jaxdist
@@ -37,20 +37,20 @@ BAD = {
 
 def test_two_ranks(tmp_path: Path) -> None:
     """Each writes its shards; damage of one is told on both; what is wrong on one rank is told on both."""
-    cases = ["two_steps", "damaged", "key_of_a_step", "bad_calls", "other_leaves", "full_disk", "not_shared"]
-    found, output = told.run(2, SCRIPTS / "checkpoints.py", tmp_path, *cases, env={"JAX_ENABLE_X64": "1"})
-    for rank in found:
-        (kind, message), *restored = rank["damaged"]
+    names = ["two_steps", "damaged", "key_of_a_step", "bad_calls", "other_leaves", "full_disk", "not_shared"]
+    words = [f'checkpoints:{name}["{tmp_path / name.replace("damaged", "two_steps")}"]' for name in names]
+    done, found = jobs.cases(2, "auto", tmp_path, *words, how="hand")
+    _, damaged, _, bad_calls, other_leaves, _, not_shared = found.values()
+    for rank in range(2):
+        (kind, message), *restored = damaged[rank]
         assert (kind, "leaf w" in message, restored) == ("CheckpointError", True, [10, True]), message
-        told.check(rank["bad_calls"], BAD)
-        told.check(
-            rank["not_shared"], {"save": ("CheckpointError", "run/1"), "restore": ("FileNotFoundError", "rank 1")}
-        )
-        expected = {n: ("CheckpointError", n, "rank 0", "rank 1") for n in rank["other_leaves"]}
+        check(bad_calls[rank], BAD)
+        check(not_shared[rank], {"save": ("CheckpointError", "run/1"), "restore": ("FileNotFoundError", "rank 1")})
+        expected = {n: ("CheckpointError", n, "rank 0", "rank 1") for n in other_leaves[rank]}
         assert len(expected) == 8
-        told.check(rank["other_leaves"], expected)
-        assert max(len(message) for _, message in rank["other_leaves"].values()) < 720
-    assert output.count("skipped step 20") == 1
+        check(other_leaves[rank], expected)
+        assert max(len(message) for _, message in other_leaves[rank].values()) < 720
+    assert done.output.count("skipped step 20") == 1
     like = {"w": np.zeros((60, 500), "u4"), "odd": np.zeros((7, 3), "u4"), "step": 0}
     assert jaxdist.restore(tmp_path / "two_steps", like)["step"] == 10
 
@@ -62,11 +62,11 @@ def test_training_through_any_number_of_ranks(tmp_path: Path) -> None:
     straight = training.run(str(tmp_path / "straight"), 20, 0)
     training.run(str(tmp_path / "cut"), 7, 2)
     (tmp_path / "cut" / LOCK).unlink()  # which this process would hold
-    script, path = Path(training.__file__), tmp_path / "cut"
-    for ranks, mpi, steps, level in [(2, False, 13, 1), (3, True, 16, 3), (1, False, 20, 0)]:
-        env = {"JAXDIST_COMMUNICATOR": "mpi" if mpi else None, "XLA_FLAGS": None}
-        _, output = told.run(ranks, script, path, steps, level, "--x64", mpi=mpi, env=env)
-    params = json.loads(output.partition("FOUND ")[2].partition("\n")[0])["params"]
+    for ranks, how, steps, level in [(2, "hand", 13, 1), (3, "mpirun", 16, 3), (1, "hand", 20, 0)]:
+        words = [training.__file__, str(tmp_path / "cut"), str(steps), str(level), "--x64"]
+        env = {"JAXDIST_COMMUNICATOR": "mpi" if how == "mpirun" else None, "XLA_FLAGS": None}
+        done = jobs.run(how, ranks, words, env)
+    params = json.loads(done.stdout.partition("FOUND ")[2].partition("\n")[0])["params"]
     gaps = {k: np.abs(np.subtract(params[k], v)).max() for k, v in straight["params"].items()}
     assert max(gaps.values()) <= 1e-10, gaps
 
@@ -79,9 +79,9 @@ def test_training_through_any_number_of_ranks(tmp_path: Path) -> None:
 def test_killed_while_saving(tmp_path: Path) -> None:
     """At a moment by chance: what is restored is whole, and no save that had returned is lost."""
     rng, certain = random.Random(0), 0
-    for _ in range(3):
+    for _ in range(2):
         args = [str(SCRIPTS / "saver.py"), str(tmp_path / "run")]
-        job = jobs.start_mpirun(2, args, {"JAXDIST_COMMUNICATOR": "mpi", **told.PATH})
+        job = jobs.start_mpirun(2, args, {"JAXDIST_COMMUNICATOR": "mpi"})
         try:
             job.wait_for(lambda text: text.count("SAVED") > 1, timeout=120)
             time.sleep(rng.uniform(0, 0.5))
@@ -98,7 +98,8 @@ def test_killed_while_saving(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_slow_writes_are_waited_for_and_a_failed_last_one_told(tmp_path: Path) -> None:
     """Longer than the timeout; and what fails when the script has ended fails the job."""
-    _, output = told.run(2, SCRIPTS / "slow_writes.py", tmp_path / "run", env={"JAXDIST_TIMEOUT": "2"}, code=1)
+    words = [str(SCRIPTS / "slow_writes.py"), str(tmp_path / "run")]
+    output = jobs.run("hand", 2, words, {"JAXDIST_TIMEOUT": "2"}, code=1).output
     for step in (0, 1):
         assert output.count(f"LATEST {step}") == 2, output
     for token in (str(tmp_path / "run" / "2"), "on rank 1", "File too large"):
@@ -107,17 +108,11 @@ def test_slow_writes_are_waited_for_and_a_failed_last_one_told(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "code", "steps"), [((), 1, ["1"]), (("seen",), 0, ["1", "2"])])
-def test_the_last_save_in_the_background(words: tuple[str, ...], code: int, steps: list[str], tmp_path: Path) -> None:
-    """A failure that nobody has seen fails the script; one under way is waited for."""
-    _, output = told.run(1, SCRIPTS / "background.py", tmp_path, *words, code=code)
-    assert output.startswith("the end\n")
-    assert there(tmp_path) == steps
-    if code:
-        assert [text for text in (str(tmp_path / "2"), "rank 0", "File too large") if text not in output] == []
-    else:
-        got = jaxdist.restore(tmp_path, {f"w{i}": np.zeros(200_000, int) for i in range(20)})
-        assert all((got[f"w{i}"] == i).all() for i in range(20))
+def test_the_last_save_in_the_background_is_waited_for(tmp_path: Path) -> None:
+    done = jobs.run("hand", 1, [str(SCRIPTS / "owner.py"), str(tmp_path), "ends"])
+    assert done.stdout == "the end\n"
+    got = jaxdist.restore(tmp_path, {f"w{i}": np.zeros(200_000, int) for i in range(20)})
+    assert all((got[f"w{i}"] == i).all() for i in range(20))
 
 
 # --- one owner
@@ -146,9 +141,8 @@ def test_a_second_job_is_an_error_until_the_first_is_dead(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_forked_child_leaves_the_lock_alone(tmp_path: Path) -> None:
-    env = {"PYTHONWARNINGS": "ignore"}
-    _, output = told.run(1, SCRIPTS / "owner.py", tmp_path, "forks", env=env)
-    assert [line.split()[0] for line in output.splitlines()] == ["SAVED", "CHILD", "CHILD"]
+    done = jobs.run("hand", 1, [str(SCRIPTS / "owner.py"), str(tmp_path), "forks"])
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["SAVED", "CHILD", "CHILD"]
     assert there(tmp_path) == ["1", "3"]
 
 

@@ -22,9 +22,8 @@ from catalogue.sources import (
     N,
     WithState,
 )
-from harness import jobs, told
-from harness.commands import CLI
-from harness.errors import raises
+from harness import jobs
+from harness.errors import check, raises
 from harness.loaders import epoch, flat, make, ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -266,17 +265,6 @@ def test_a_state_that_text_would_change_is_not_used() -> None:
 # --- processes
 
 
-def test_two_ranks_and_then_one(tmp_path: Path) -> None:
-    """What a loader has handed out goes on; sources and settings that differ are told on every rank."""
-    _go_on(tmp_path, [(2, False)])
-
-
-@pytest.mark.slow
-@pytest.mark.mpi
-def test_two_ranks_three_and_then_one(tmp_path: Path) -> None:
-    _go_on(tmp_path, [(2, False), (3, True)])
-
-
 DIFFERING = {
     "batch_size": ("ValueError", "rank 0", "batch_size=0"),
     "another length": ("ValueError", "len(source)", "24 on rank 0", "23 on rank 1"),
@@ -293,21 +281,20 @@ DIFFERING = {
 }
 
 
-def _go_on(folder: Path, legs: list[tuple[int, bool]]) -> None:
-    state, seen = folder / "state.json", list[int]()
-    for ranks_, mpi in legs:
-        found, _ = told.run(ranks_, SCRIPTS / "loaders.py", folder, mpi=mpi, env={"JAX_ENABLE_X64": "1"})
-        for rank in found:
-            told.check(rank["errors"], DIFFERING)
-            assert rank["state"] == found[0]["state"]
-            assert rank["seen"] == found[0]["seen"]
-        seen += found[0]["seen"]
-        state.write_text(json.dumps(found[0]["state"]))
+@pytest.mark.parametrize(
+    ("size", "how"),
+    [(2, "hand"), pytest.param(3, "mpirun", marks=[pytest.mark.slow, pytest.mark.mpi])],
+)
+def test_several_ranks_and_then_one(size: int, how: str, tmp_path: Path) -> None:
+    """What a loader has handed out goes on; sources and settings that differ are told on every rank."""
+    _, cases = jobs.cases(size, "auto", tmp_path, f'loaders:read_by_several["{tmp_path}"]', how=how)
+    (found,) = cases.values()
+    for rank in found:
+        check(rank["errors"], DIFFERING)
+        assert (rank["state"], rank["seen"]) == (found[0]["state"], found[0]["seen"])
     rest = jaxdist.loader(np.arange(100), 5, tail="keep", prefetch=3)
-    rest.set_state(json.loads(state.read_text()))
-    for batch in rest:
-        seen += batch.tolist()
-    assert sorted(seen) == list(range(100))
+    rest.set_state(json.loads(json.dumps(found[0]["state"])))
+    assert sorted([*found[0]["seen"], *(i for batch in rest for i in batch.tolist())]) == list(range(100))
 
 
 @pytest.mark.slow
@@ -321,18 +308,12 @@ def test_worker_processes_end_with_a_rank_that_is_killed(how: str) -> None:
 def test_worker_processes(tmp_path: Path) -> None:
     """Give what the process itself would; nothing is said at the end; an error is told, and nothing after it."""
     want, got = make(ByIndex(), 2, tail="keep"), make(ByIndex(), 2, tail="keep", workers=2, prefetch=1)
-    for _ in range(2):
-        for a, b in zip(want, got, strict=True):
-            jax.tree.map(np.testing.assert_array_equal, a, b)
+    for a, b in zip(want, got, strict=True):
+        np.testing.assert_array_equal(a, b)
     del got
     script = str(SCRIPTS / "workers.py")
-    _, output = told.run(2, Path(script))
-    assert sorted(output.splitlines()) == ["27.0", "39.0"]
-    job = jobs.Job()
-    job.start([*CLI, "run", "-n", "2", "--launcher", "env", script, "fails"])
-    (failed,) = job.finish()
-    assert failed.returncode == 1
+    assert sorted(jobs.run("hand", 2, [script]).output.splitlines()) == ["27.0", "39.0"]
+    failed = jobs.run("run", 1, [script, "fails"], code=1)
     assert "ValueError: a bad example" in failed.stderr
     assert "resource_tracker" not in failed.stderr
-    _, output = told.run(1, Path(script), "unguarded", code=1)
-    assert 'if __name__ == "__main__":' in output
+    assert 'if __name__ == "__main__":' in jobs.run("hand", 1, [script, "unguarded"], code=1).output

@@ -100,12 +100,3 @@ def test_what_is_refused() -> None:
     ]:
         with raises((ValueError, TypeError), *tokens):
             jaxdist.evaluate(wrong, *arguments, **how)
-
-
-def test_what_each_example_gives() -> None:
-    """Once for each example, also of a last batch that the devices do not divide."""
-    step = jaxdist.data_parallel(lambda w, batch: batch["id"] * w)
-    ids = list[int]()
-    for batch in jaxdist.loader({"id": np.arange(43)}, 16, shuffle=False, tail="keep"):
-        ids += jaxdist.data.gather_for_metrics({"id": step(jnp.ones((), int), batch)})["id"].tolist()
-    assert ids == list(range(43))

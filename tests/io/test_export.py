@@ -89,19 +89,16 @@ def test_bad_calls(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for arguments, tokens in [
         (["run", "out.pt"], (".safetensors", ".npz")), (["nowhere", "out.npz"], ("nowhere",)),
         (["run", "out.npz", "--only", "model"], ("'model'", "params")),
-        (["run", "no/such/folder/out.npz", "--only", "params"], ("No such file",)),
         (["run", "out.npz", "--rename", "kernel"], ("--rename", "'kernel'", "OLD=NEW")),
         (["run", "out.npz", "--rename", "ker(nel=x"], ("'ker(nel'",)),
-        (["run", "out.npz", "--rename", r"kernel=\2"], ("'kernel'",)),
         (["run", "out.npz", "--rename", "kernel|bias=x"], ("params.dense.kernel", "params.dense.x")),
     ]:  # fmt: skip
         code, said = command("export", *arguments)
         assert (code, missing(tokens, said)) == (2, []), said
     one = np.ones(2)
     calls: list[tuple[str, Any, tuple[str, ...]]] = [
-        ("out.pt", {"a": one}, ("out.pt", ".npz")), ("out.npz", {"a.b": one, "a": {"b": one}}, ("a.b",)),
-        ("out.npz", {}, ("no array",)), ("out.safetensors", {"__metadata__": one}, ("__metadata__",)),
-        ("no/out.npz", {"a": one}, ("No such file",)),
+        ("out.npz", {"a.b": one, "a": {"b": one}}, ("a.b",)), ("out.npz", {}, ("no array",)),
+        ("out.safetensors", {"__metadata__": one}, ("__metadata__",)), ("no/out.npz", {"a": one}, ("No such file",)),
     ]  # fmt: skip
     for name, tree, tokens in calls:
         with raises((ValueError, OSError), *tokens):

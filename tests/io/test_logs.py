@@ -115,19 +115,6 @@ def test_a_failure_keeps_what_was_computed_and_waits_for_nothing(tmp_path: Path)
     assert steps(tmp_path) == [0]
 
 
-def test_metrics_of_a_decorated_step_and_donated_ones(tmp_path: Path) -> None:
-    step = jaxdist.data_parallel(lambda w, batch: (w - 1, {"loss": jnp.mean(batch) * w}))
-    w = jnp.ones(())
-    with jaxdist.run_log(tmp_path) as log:
-        for i in range(3):
-            w, aux = step(w, jnp.ones((8, 2)))
-            log(i, **aux)
-    assert [line["loss"] for line in lines(tmp_path)] == [1.0, 0.0, -1.0]
-    w.delete()
-    with raises(RuntimeError, "'norm'", "step 4", "donated"), jaxdist.run_log(tmp_path) as log:
-        log(4, norm=w)
-
-
 def test_a_kill_takes_away_no_line(tmp_path: Path) -> None:
     code = "import os, jaxdist\nlog = jaxdist.run_log('.').__enter__()\n"
     code += "for step in range(100):\n    log(step, loss=1.0)\nos.kill(os.getpid(), 9)"
@@ -175,6 +162,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ]:  # fmt: skip
             with raises(ValueError, *tokens):
                 log(step, **metrics)
+        (gone := jnp.ones(())).delete()
+        with raises(RuntimeError, "'norm'", "step 4", "donated"):
+            log(4, norm=gone)
     for use in (jaxdist.run_log, jaxdist.profile):
         with raises(OSError, str(tmp_path / FILE / "run")), use(tmp_path / FILE / "run"):
             pass

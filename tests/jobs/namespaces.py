@@ -74,14 +74,8 @@ class Hosts:
     """`count` hosts node1, node2, … at 10.77.0.1, 10.77.0.2, … on one bridge. Root's ssh from each to each works.
 
     Each also has the two usual traps: its own name in its /etc/hosts is 127.0.1.1, as Debian's installer writes it, and
-    a bridge docker0 with the same address as everyone else's.
-
-    Args:
-      count: how many.
-      folder: for keys and configuration; every host sees it, as it sees all of the disk.
-
-    Raises:
-      Unavailable: a program or a right is missing.
+    a bridge docker0 with the same address as everyone else's. Every host sees all of the disk, the folder for keys and
+    configuration too.
     """
 
     def __init__(self, count: int, folder: Path):

@@ -49,7 +49,6 @@ FAULTS = [
     # A rank that ends.
     Fault("raises", (WHO, "ValueError", "boom on purpose", 'faults.py", line'), (RUN, MPIRUN), True),
     Fault("raises 0", ("rank 0 (", "ValueError: boom on purpose"), (GLOO,)),
-    Fault("raises_oddly", (WHO, "BaseExceptionGroup", "Odd"), (RUN,)),
     Fault("raises_in_a_thread", (WHO, "IndexError"), (HAND,), code=1),
     Fault("raises_in_a_callback", ("rank 0 (", "ValueError: boom on purpose"), (MPIRUN, HAND)),
     Fault("exits 0", ("rank 0 (", "exit code 3"), (MPIRUN, RUN), True, 3),
@@ -57,6 +56,8 @@ FAULTS = [
     Fault("dies", (), (RUN, MPIRUN), code=137),
     Fault("dies 0", ("rank 0 (", "died"), (HAND,)),
     Fault("dies 1 SIGTERM", (WHO, "died"), (HAND, MPIRUN), True),
+    Fault("dies_at_the_end", (WHO, "died"), (HAND,)),
+    Fault("dies_at_the_end 0", ("rank 0 (", "died"), (HAND,)),
     Fault("leaves_early", ("2 calls", "call 3", *CALLS), (RUN, MPIRUN)),
     Fault("leaves_unseen", ("2 calls", "call 3", *CALLS), (RUN,), env={"JAXDIST_TIMEOUT": "5"}),
     Fault("leaves_a_receiver", ("rank 0", "recv", "rank 1", "has left"), (RUN, MPIRUN)),
@@ -70,19 +71,18 @@ FAULTS = [
     differ("constant", "float32[3,2]", line("x @ given"), quick=True),
     differ("operation", "sin", "tanh", line("jnp.tanh(w)"), on=(MPIRUN,)),
     differ("order_of_collectives", line("w - summed(x)"), on=(MPIRUN,)),
-    Fault("retraced 1 both", ("call 3", "2.0", "3.0", line("jnp.mean(x) * SCALE")), (HAND,)),
+    Fault("retraced", ("call 3", "2.0", "3.0", line("jnp.mean(x) * SCALE")), (HAND,)),
     Fault("settings", (*CALLS, "setting")),
-    Fault("types", CALLS, (HAND,)),
     # Calls in another order, or with something else.
     Fault("rows", ("x", "float32[3,3]", "float32[4,3]"), (MPIRUN,)),
     Fault("order", (*CALLS, "step 'another'"), (HAND, MPIRUN), True),
-    Fault("eager_between", (*CALLS, "allreduce"), (HAND,)),
-    Fault("eager_between 0 barrier", ("step 'step'", "barrier"), (MPIRUN,)),
+    Fault("eager_between", (*CALLS, "allreduce"), (HAND, MPIRUN)),
     Fault("changed_copy", (*CALLS, "w['b']"), (HAND,)),
     # No faults.
     Fault("slow", ("rank 0", "no rank is missing"), (HAND,), code=0, env={"JAXDIST_TIMEOUT": "1"}),
     Fault("ends_late", ("LATE", WHO), (RUN,), code=0, env=SHORT),
     Fault("error_at_exit", ("caught", "no business of the job"), (MPIRUN,), code=0),
+    Fault("sends", (), (HAND,), code=0),
     Fault("undecorated", ("2 ranks", "jaxdist.data_parallel"), (HAND,), code=0),
 ]  # fmt: skip
 
@@ -115,6 +115,7 @@ def test_the_job_ends_and_says_why(fault: Fault, how: str) -> None:
         assert "Aborted" not in result.output, result.output
     else:
         assert "[Gloo]" not in result.output
+        assert ("no decorated step" in result.output) == (fault.call == "undecorated"), result.output
 
 
 def test_by_hand_each_rank_says_why_and_where_it_is() -> None:
@@ -128,42 +129,17 @@ def test_by_hand_each_rank_says_why_and_where_it_is() -> None:
         assert ("stuck_in_the_loader" if rank else "in train") in result.stderr, result.stderr
 
 
-@pytest.mark.slow
-def test_ranks_that_only_send_and_receive_do_not_work_by_themselves() -> None:
-    result = start(HAND, Fault("sends", ())).end(60)
-    assert result.returncode == 0, result.output
-    assert "no decorated step" not in result.output
-
-
 # --- from outside
-
-
-def pids(text: str) -> dict[int, int]:
-    return {int(rank): int(pid) for rank, pid in re.findall(r"READY (\d) (\d+)", text)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [RUN, pytest.param(MPIRUN, marks=pytest.mark.mpi)])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_a_signal_to_the_launcher_ends_all_its_ranks(number: signal.Signals, code: int, how: str) -> None:
+def test_ctrl_c_in_training_ends_all_ranks(how: str) -> None:
+    """Without a traceback. Other signals, without JAX: launch/test_ends."""
     job = start(how, Fault("trains", ()))
-    ranks = pids(job.wait_for(lambda text: len(pids(text)) == 2))
-    assert len(ranks) == 2
-    job.processes[0].send_signal(number)
+    job.wait_for(lambda text: text.count("READY") == 2)
+    job.processes[0].send_signal(signal.SIGINT)
     result = job.end(60)  # which fails if a process is left
-    assert result.returncode != 0
-    assert result.returncode == code or how == MPIRUN
+    assert result.returncode == 130 or (how == MPIRUN and result.returncode)
     assert "THROUGH" not in result.stdout
-    if number == signal.SIGINT:
-        assert "Traceback" not in result.output, result.output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_a_rank_that_is_killed_while_it_waits_for_the_others_is_missed(culprit: int) -> None:
-    job = start(HAND, Fault(f"killed_at_the_end {culprit}", ()))
-    text = job.wait_for(lambda text: "READY" in text)
-    os.kill(int(text.split("READY")[1].split()[0]), signal.SIGKILL)
-    results = job.finish(60)
-    assert results[1 - culprit].returncode == 1, results
-    assert f"rank {culprit} (" in results[1 - culprit].stderr
+    assert "Traceback" not in result.output, result.output

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from harness import jobs, oracle, training
+from harness import jobs, oracle
 from namespaces import Hosts, Unavailable
 
 pytestmark = pytest.mark.slow
@@ -151,25 +151,3 @@ def test_hosts_that_are_not_there_are_named(hosts: Hosts) -> None:
     said = " ".join(result.stderr.split())
     assert all(f"{name}: ssh: " in said for name in ("node3", "node4"))
     assert "node2: ssh" not in said
-
-
-@pytest.mark.mpi
-def test_a_host_without_this_folder(hosts: Hosts) -> None:
-    elsewhere = ["sh", "-c", 'mkdir /run/mine && cd /run/mine && exec "$@"', "sh"]
-    result = hosts.run("node1", [*elsewhere, *RUN, "--hosts", "node2:1", "true"], timeout=30)
-    assert result.returncode == 2
-    assert all(token in result.stderr for token in ("node2", "/run/mine"))
-
-
-@pytest.mark.mpi
-def test_in_lanes_a_rank_killed_on_another_host_costs_not_a_bit(hosts: Hosts, tmp_path: Path) -> None:
-    """Four lanes in one process, and on four ranks of two hosts, started again after a kill."""
-    found = []
-    for where, more in (("alone", []), ("hosts", ["--hosts", "node1:2,node2:2", "--max-restarts", "1"])):
-        words = [training.__file__, str(tmp_path / where), "12", "3"]
-        words += ["--die-at", "7", "--rank", "1"] if where == "hosts" else []
-        result = hosts.run("node1", [*RUN, "--lanes", "4", *more, *words])
-        assert result.returncode == 0, result.output
-        found += re.findall(r'"bits": "(\w+)"', result.stdout)
-    assert "restart 1 of 1" in result.output
-    assert found == found[:1] * 2

@@ -13,25 +13,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
-from harness import jobs, training
+from harness import training
 from harness.errors import missing
 from harness.listening import listening
-from harness.started import CLI, Jaxdist
+from harness.started import Jaxdist, started
 
 RANK = Path(__file__).parent / "scripts" / "rank.py"
 FAULTS = RANK.parents[2] / "jobs" / "scripts" / "faults.py"
 TRAINING = training.__file__
 MPI = pytest.mark.mpi
 WaitGone = Callable[[str, float], list[int]]
-
-
-def started(*args: object, **how: Any) -> subprocess.Popen[Any]:
-    """A `jaxdist run` that goes on, with its output in a pipe, or as is said; it hears Ctrl-C."""
-    how = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True, "preexec_fn": jobs.hear_ctrl_c} | how
-    return subprocess.Popen([*CLI, "run", *map(str, args)], **how)
 
 
 def lines(job: subprocess.Popen[str], count: int) -> list[str]:
@@ -84,12 +77,14 @@ def test_signals_end_the_job_without_orphans(
 
 
 @pytest.mark.parametrize(
-    ("fault", "tokens"),
+    ("launcher", "fault", "tokens"),
     [
-        ("raises", ("rank 1", "ValueError: boom on purpose", "faults.py:")),
-        pytest.param("order", ("rank 0", "rank 1", "step 'another'"), marks=pytest.mark.slow),
-        pytest.param("leaves_early", ("rank 1", "2 calls", "rank 0"), marks=pytest.mark.slow),
+        ("env", "raises", ("rank 1", "ValueError: boom on purpose", "faults.py:")),
+        pytest.param("mpirun", "raises", ("rank 1", "ValueError: boom on purpose", "faults.py:"), marks=MPI),
+        pytest.param("env", "order", ("rank 0", "rank 1", "step 'another'"), marks=pytest.mark.slow),
+        pytest.param("mpirun", "leaves_early", ("rank 1", "2 calls", "rank 0"), marks=[MPI, pytest.mark.slow]),
     ],
+    indirect=["launcher"],
 )
 def test_the_last_line_of_a_failed_job_says_why(
     jaxdist: Jaxdist, launcher: str, fault: str, tokens: tuple[str, ...]
@@ -102,7 +97,7 @@ def test_the_last_line_of_a_failed_job_says_why(
 @MPI
 @pytest.mark.slow
 def test_a_rank_that_is_killed_while_mpirun_is_stopped_ends_the_job(jaxdist: Jaxdist) -> None:
-    done = jaxdist("run", "-n", 2, "--launcher", "mpirun", RANK.with_name("stops.py"), timeout=60)
+    done = jaxdist("run", "-n", 2, "--launcher", "mpirun", FAULTS, "dies_below_one_that_is_stopped", timeout=60)
     assert done.returncode not in (0, None)
     assert missing(("rank 1", "died"), done.stderr.splitlines()[-1]) == [], done.stderr
 
@@ -221,9 +216,8 @@ def test_no_more_than_asked_for(jaxdist: Jaxdist) -> None:
 
 @pytest.mark.slow
 def test_with_fewer_ranks_and_with_all_again(jaxdist: Jaxdist) -> None:
-    run = ["run", "-n", 2, "--launcher", "env", "--max-restarts", 2]
-    assert restarts(jaxdist(*run, RANK, "tries").stderr) == [(1, 2, 2), (2, 2, 2)]
-    assert restarts(jaxdist(*run, "--elastic", RANK, "tries").stderr) == [(1, 2, 1), (2, 2, 2)]
+    run = ["run", "-n", 2, "--launcher", "env", "--max-restarts", 2, "--elastic"]
+    assert restarts(jaxdist(*run, RANK, "tries").stderr) == [(1, 2, 1), (2, 2, 2)]
 
 
 def test_not_again_after_the_user_has_ended_it() -> None:
@@ -254,18 +248,6 @@ def test_a_killed_rank_costs_not_a_bit(jaxdist: Jaxdist, tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert restarts(done.stderr) == [(1, 1, 2)]
     assert found(done.stdout)["bits"] == found(straight.stdout)["bits"]
-
-
-@pytest.mark.slow
-def test_with_the_ranks_that_remain(jaxdist: Jaxdist, tmp_path: Path) -> None:
-    args = [TRAINING, tmp_path / "cut", 12, 2, "--x64", "--die-at", 7, "--rank", 1]
-    done = jaxdist("run", "-n", 2, "--launcher", "env", "--max-restarts", 2, "--elastic", *args, timeout=180)
-    assert done.returncode == 0, done.stderr
-    assert restarts(done.stderr) == [(1, 2, 1)]
-    got = found(done.stdout)
-    assert got["devices"] == 1
-    alone = training.run(str(tmp_path / "alone"), 12, 0)
-    assert max(np.abs(np.subtract(got["params"][k], v)).max() for k, v in alone["params"].items()) <= 1e-10
 
 
 @pytest.mark.slow

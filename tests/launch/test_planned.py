@@ -11,7 +11,6 @@ from harness.errors import missing
 from harness.started import Jaxdist
 
 SCRIPT = Path(__file__).parent / "scripts" / "planned.py"
-GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
 
 
 def plan(*words: object) -> dict[str, Any]:
@@ -25,16 +24,6 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """In the folder where the test works."""
     monkeypatch.chdir(tmp_path)
     return Path(shutil.copy(SCRIPT, tmp_path / "script.py"))
-
-
-@pytest.mark.slow
-def test_bytes_of_the_example() -> None:
-    (found,) = plan(f"{GPT}:planned", "layers=1", "width=32", "bf16=true", "--topology=2xcpu", "--levels=")[
-        "candidates"
-    ]
-    assert (found["level"], found["own"]) == (1, True)
-    weights = 12 * 32**2 + 3 * 32 + (256 + 128) * 32  # of the layer, of norms, of bytes and places
-    assert found["bytes"]["parameters"] == 2 * weights
 
 
 @pytest.mark.slow
@@ -53,37 +42,27 @@ def test_a_module(script: Path) -> None:
     assert missing(("'step'", "2xcpu", "64 B"), text) == []
 
 
-def test_a_mesh_and_the_best_one() -> None:
+def test_a_mesh_and_what_fits() -> None:
     assert plan("script.py:make", "--topology=2x2xcpu", "--mesh=data=2,model=-1")["mesh"] == {"data": 2, "model": 2}
     found = plan("script.py:make", "--topology=4xcpu", "--mesh=auto", "--fit")
     assert {one["mesh"] for one in found["candidates"]} >= {"data=4", "data=2, model=2", "model=4"}
     assert "jaxdist.parallel(step, mesh=" in found["code"]
-
-
-def test_what_fits() -> None:
-    fit = ["script.py:make", "--topology=2xcpu", "--fit"]
-    code, text = command("plan", *fit)
-    assert code == 0, text
-    assert "chosen" in text
-    assert plan(*fit)["chosen"] == 0
+    code, text = command("plan", "script.py:make", "--topology=2xcpu", "--fit")
+    assert (code, "chosen" in text) == (0, True), text
 
 
 REFUSED = [
     (["make"], ["MODULE:FUNCTION"]),
     (["missing.py:make"], ["missing.py"]),
-    (["missing_module:make"], ["missing_module"]),
     (["script.py:other"], ["'other'"]),
     (["script.py:nothing"], ["(step, *args)"]),
     (["script.py:make", "4"], ["NAME=VALUE"]),
     (["script.py:make", "size=4"], ["'size'"]),
     (["script.py:make", "--topology=8xTPU"], ["TPU", "A100-40", "H100", "cpu"]),
     (["script.py:make", "--mesh=data"], ["AXIS=SIZE"]),
-    (["script.py:make", "--mesh=data=a"], ["mesh", "'a'"]),
     (["script.py:make", "--topology=4xcpu", "--mesh=data=3,model=2"], ["4xcpu", "4 devices"]),
     (["script.py:make", "--mesh=auto"], ["--mesh auto", "--fit"]),
-    (["script.py:make", "--levels=a"], ["0 to 3"]),
     (["script.py:make", "--topology=2xcpu", "--fit", "--levels=7"], ["--levels 7", "0 to 3"]),
-    (["script.py:make", "--topology=2xTPU", "--fit"], ["TPU"]),
 ]
 
 
@@ -98,16 +77,14 @@ def test_what_is_refused(words: list[str], tokens: list[str]) -> None:
     ("name", "more", "line", "tokens"),
     [
         ("makes_no_number", [], 'int("four")', ["invalid literal", "'four'"]),
-        ("opens_nothing", ["--fit"], 'Path("missing.json").read_text()', ["'missing.json'"]),
-        ("opens_within", [], 'Path("missing.json").read_text()', ["'missing.json'", "'opens'"]),
         ("multiplies_within", ["--fit"], "jnp.ones(3) @ jnp.ones(4)", ["contracting", "'multiplies'"]),
     ],
 )
 def test_an_error_of_the_users_comes_with_its_line(
     name: str, more: list[str], line: str, tokens: list[str], script: Path
 ) -> None:
-    numbers = [i for i, text in enumerate(script.read_text().splitlines(), 1) if text.strip() == line]
+    (number,) = (i for i, text in enumerate(script.read_text().splitlines(), 1) if text.strip() == line)
     code, text = command("plan", f"script.py:{name}", "--topology=2xcpu", *more)
     assert code == 2
     assert missing(tokens, text) == [], text
-    assert f"script.py:{numbers[-1 if name == 'opens_nothing' else 0]})" in text
+    assert f"script.py:{number})" in text

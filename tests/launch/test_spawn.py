@@ -24,7 +24,7 @@ def started(*words: object) -> jobs.Job:
 
 @pytest.mark.slow
 def test_a_function_of_a_script_that_has_used_jax() -> None:
-    """As in a notebook: JAX and jaxdist are in use, and what is needed is in `__main__` and a module beside."""
+    """As in a notebook: JAX and jaxdist are in use, and what is needed is in `__main__`."""
     done = started("trains").finish(120)[0]
     assert (done.returncode, done.stdout) == (0, "done\n"), done.output
     assert done.stderr == "", "no warning of forks"

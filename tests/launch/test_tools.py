@@ -15,18 +15,8 @@ from jaxdist import get_context
 
 @pytest.mark.slow
 def test_info_alone() -> None:
-    code, text = command("info", "--json")
-    assert code == 0, text
-    report = json.loads(text)
-    assert report["problem"] == ""
-    assert report["job"]["processes"] == 1
-    assert report["job"]["connector"] == "local"
-    assert [rank["rank"] for rank in report["ranks"]] == [0]
-    assert report["versions"]["jax"] == jax.__version__
-    assert [finding["name"] for finding in report["findings"] if not finding["ok"] and not finding["fix"]] == []
     code, text = command("info")
-    assert code == 0
-    assert [word for word in ("processes: 1", jax.__version__, "jaxlib", "mpirun") if word not in text] == []
+    assert (code, missing(("processes: 1", jax.__version__, "jaxlib", "mpirun"), text)) == (0, []), text
 
 
 @pytest.mark.slow
@@ -41,8 +31,9 @@ def test_info_of_a_job_that_can_not_start_still_shows_what_is_missing(jaxdist: J
 def test_info_without_an_mpi_says_how_to_have_one(jaxdist: Jaxdist, tmp_path: Path) -> None:
     (tmp_path / "mpi4py.py").write_text("raise ImportError('no MPI library')\n")
     done = jaxdist("info", "--json", env={"PYTHONPATH": str(tmp_path), "JAXDIST_CONNECTOR": "local"})
-    missing = {one["name"]: one["fix"] for one in json.loads(done.stdout)["findings"] if not one["ok"]}
-    assert missing.get("mpi4py"), done.stdout
+    fixes = {one["name"]: one["fix"] for one in json.loads(done.stdout)["findings"] if not one["ok"]}
+    assert fixes.get("mpi4py"), done.stdout
+    assert all(fixes.values())
 
 
 @pytest.mark.slow
@@ -63,13 +54,6 @@ def test_all_is_well_here(jaxdist: Jaxdist) -> None:
     seen = re.findall(r"communicator (\w+): 2 x cpu|ok  ZeRO level (\d)|MPI|mpi is not available", done.stdout)
     assert [level for _, level in seen].count("3") == [name != "" for name, _ in seen].count(True) >= 1, done.stdout
     assert done.stdout.endswith("All is well.\n")
-
-
-@pytest.mark.slow
-def test_a_job_tests_itself(jaxdist: Jaxdist) -> None:
-    done = jaxdist("run", "-n", 2, "--launcher", "env", "-m", "jaxdist", "test", timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert missing(("communicator xla: 2 x cpu", "ok ZeRO level 3", "ok"), " ".join(done.stdout.split())) == []
 
 
 def test_a_wrong_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

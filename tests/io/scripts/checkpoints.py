@@ -1,20 +1,18 @@
-"""Checkpoints of several ranks: `checkpoints.py FOLDER CASE …`; each case is a function of this file."""
+"""Checkpoints of several ranks, each in a folder of its own."""
 
 import os
-import resource
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness.states import data_file, flip, same
-from harness.told import error_of, say
+from harness.errors import error_of
+from harness.states import data_file, flip, same, small_files
 
 import jaxdist
 
-ctx = jaxdist.init()
+ctx = jaxdist.get_context()
 WIDE = np.random.default_rng(0).integers(0, 2**32, (60, 500), np.uint32)  # does not compress: only checksums can tell
 LAST = ctx.rank == ctx.size - 1
 
@@ -107,13 +105,8 @@ def full_disk(path: str) -> list[str]:
     """Of the last rank, for each of many arrays; what was there stays."""
     jaxdist.save(path, {"w": np.arange(3)}, 1)
     big = jaxdist.shard({f"w{i}": np.random.default_rng(i).normal(size=(128, 256)) for i in range(32)})
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18 if LAST else before[1], before[1]))
-    said = error_of(jaxdist.save, path, big, 2)
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with small_files(LAST):
+        said = error_of(jaxdist.save, path, big, 2)
     assert jaxdist.latest_step(path) == 1
     assert jaxdist.restore(path, {"w": np.zeros(3, int)})["w"].tolist() == [0, 1, 2]
     return said
-
-
-say(ctx.rank, {case: globals()[case](f"{sys.argv[1]}/{case.replace('damaged', 'two_steps')}") for case in sys.argv[2:]})

@@ -1,7 +1,5 @@
-"""Loaders of several ranks: `loaders.py FOLDER`; goes on from the state in a file there, if there is one."""
+"""Loaders of several ranks."""
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from catalogue.sources import Again
-from harness.told import error_of, say
+from harness.errors import error_of
 
 import jaxdist
 
-ctx = jaxdist.init()
-FOLDER = Path(sys.argv[1])
+ctx = jaxdist.get_context()
 
 
 def steps_on_batches() -> None:
@@ -43,7 +40,7 @@ def steps_on_batches() -> None:
 same = jaxdist.data_parallel(lambda batch: batch, batch_argnums=0)
 
 
-def tokens() -> None:
+def tokens(folder: Path) -> None:
     """The root alone tokenizes; packed rows and a stream of them are read as by one process."""
     called: list[str] = []
 
@@ -52,7 +49,7 @@ def tokens() -> None:
         return text.encode()
 
     texts = ["a" * n for n in range(1, 40)]
-    documents = jaxdist.data.tokenize(texts, encode, FOLDER / f"tokens{ctx.size}")
+    documents = jaxdist.data.tokenize(texts, encode, folder / f"tokens{ctx.size}")
     assert bool(called) == ctx.is_root
     rows = jaxdist.data.packed(documents, 16, seed=0)
     sources: list[tuple[Any, bool | int]] = [(rows, True), (Again(rows), 8)]
@@ -61,15 +58,6 @@ def tokens() -> None:
         for batch in jaxdist.loader(source, 3, tail="keep", shuffle=shuffle):
             found += jaxdist.data.gather_for_metrics(same(batch["tokens"])).tolist()
         assert sorted(found) == sorted(row["tokens"].tolist() for row in rows)
-
-
-def evaluated() -> None:
-    """Sums over all examples."""
-    x = np.arange(23.0)
-    step = jaxdist.data_parallel(lambda b: {"sum": jnp.sum(b), "count": len(b)})
-    assert jaxdist.evaluate(step, jaxdist.loader(x, 4, tail="keep")) == {"sum": 253, "count": 23}
-    own = error_of(jaxdist.evaluate, jax.jit(jnp.sum), jaxdist.loader(x, 4))
-    assert (own[0], f"{ctx.size} ranks" in own[1]) == ("ValueError", True)
 
 
 def read(source: Any, batch_size: int = 2, **settings: Any) -> None:
@@ -83,7 +71,7 @@ def refused(text: str) -> bytes:
     raise OSError("no tokenizer here")
 
 
-def errors() -> dict[str, list[str]]:
+def errors(folder: Path) -> dict[str, list[str]]:
     """What every rank is told where one of them differs."""
     rank, x = ctx.rank, np.ones((24, 3))
     batches, stream = jaxdist.loader(np.arange(100), 5, tail="keep"), {"shuffle": False}
@@ -100,21 +88,19 @@ def errors() -> dict[str, list[str]]:
         "rows exchanged": error_of(read, Again([*exchanged, *range(3, 30)]), **stream),
         "a longer stream": error_of(read, Again(range(40 - 30 * (rank > 0))), **stream),
         "gathered": error_of(jaxdist.data.gather_for_metrics, {"a": x}),
-        "no tokenizer": error_of(jaxdist.data.tokenize, ["a"], refused, FOLDER / "never"),
+        "no tokenizer": error_of(jaxdist.data.tokenize, ["a"], refused, folder / "never"),
     }
 
 
 def some_steps() -> dict[str, Any]:
-    """Three of an epoch that jobs of other sizes have begun."""
-    batches, file, seen = jaxdist.loader(np.arange(100), 5, tail="keep", prefetch=3), FOLDER / "state.json", list[int]()
-    if file.exists():
-        batches.set_state(json.loads(file.read_text()))
+    """Three of an epoch."""
+    batches, seen = jaxdist.loader(np.arange(100), 5, tail="keep", prefetch=3), list[int]()
     for _, batch in zip(range(3), batches, strict=False):
         seen += jaxdist.data.gather_for_metrics(same(batch)).tolist()
     return {"seen": seen, "state": batches.get_state()}
 
 
-steps_on_batches()
-tokens()
-evaluated()
-say(ctx.rank, {"errors": errors(), **some_steps()})
+def read_by_several(folder: str) -> dict[str, Any]:
+    steps_on_batches()
+    tokens(Path(folder))
+    return {"errors": errors(Path(folder)), **some_steps()}

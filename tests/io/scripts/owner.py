@@ -1,12 +1,19 @@
-"""Saves into a folder and lives on: `owner.py FOLDER`; with `forks`, children try to save there, and it ends."""
+"""Saves into a folder and lives on: `owner.py FOLDER [forks|ends]`. With `forks`, children try to save there, and it
+ends; with `ends`, at once, while it saves in the background."""
 
 import multiprocessing
 import os
 import sys
 import time
 
+import numpy as np
+
 import jaxdist
 
+if "ends" in sys.argv:
+    jaxdist.save(sys.argv[1], {f"w{i}": np.full(200_000, i) for i in range(20)}, 2, wait=False)
+    print("the end", flush=True)
+    sys.exit()
 jaxdist.save(sys.argv[1], {"w": 1}, 1)
 print("SAVED", flush=True)
 

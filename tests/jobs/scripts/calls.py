@@ -101,7 +101,6 @@ def beside_x(**more: Any) -> list[list[Any]]:
 SAID: dict[str, Any] = {"batch_argnums": "b"}
 STEPS: dict[str, Row] = {
     "two arguments": Row(descend, [X, Y]),
-    "an evaluation": Row(loss_of, [X, Y]),
     "states as long as a part": Row(
         lambda p, o, x, y: (jax.tree.map(lambda p, o: p - o * loss_of(W, x, y), p, o), o, x.sum()),
         [X, Y], ({"a": jnp.ones(ROWS), "b": jnp.ones(ROWS)}, {"a": jnp.ones(ROWS), "b": jnp.zeros(ROWS)})),
@@ -109,24 +108,18 @@ STEPS: dict[str, Row] = {
         lambda w, x, y: loss_of(w.reshape(2, 3).sum(0), x, y), [X, Y], (jnp.arange(6.0),)),
     "other sizes": Row(lambda w, x, z: w - jax.grad(lambda w: loss_of(w, x) + loss_of(w, z))(w), [X, Z], (W,),
         {"batch_argnums": ("x", "z")}),
-    "no state": Row(lambda a, b: jnp.sum((a - b) ** 2), [Y, [y * 2 for y in Y]], ()),
     "only a batch, said": Row(lambda x: x - 0.1 * x.mean(0), [X], (), {"batch_argnums": "x"}),
     "axes of vmap": Row(lambda w, x: (centred(x) @ w).mean(), [X]),
-    "a mask of ones": Row(
-        lambda w, x, mask: jnp.sum((x @ w) ** 2 * mask) / mask.sum(), [X, [np.ones(ROWS)] * N]),
     "a queue": Row(lambda w, queue, x: (loss_of(w, x), queue.sum()), [X], (W, jnp.ones((5, 3)))),
-    "a key that is closed over": Row(lambda x: (x + jax.random.normal(jax.random.key(3), x.shape)).sum(), [X], ()),
     "a key in the state": Row(
         lambda w, key, x: (w - jnp.mean(x + jax.random.normal(key, x.shape), 0), jax.random.fold_in(key, 1)),
         [X], (W, jax.random.key(1))),
-    "keys": Row(lambda w, x, k: loss_of(w, x + noise(k)), [X, KEYS]),
     "keys in a batch": Row(lambda w, b: loss_of(w, b["x"] + noise(b["k"])), beside_x(k=KEYS)),
     "a key in a batch": Row(
         lambda w, b: loss_of(w, b["x"] + jax.random.normal(b["k"], b["x"].shape)), beside_x(k=jax.random.key(3))),
     "a number in a batch": Row(lambda w, b: w - b["s"] * jax.grad(loss_of)(w, b["x"]), beside_x(s=2.0)),
     "a count": Row(lambda w, b: loss_of(w, b["x"]) / b["mask"].sum(), beside_x(mask=[np.ones(ROWS)] * N), (W,), SAID),
     "an unused leaf": Row(lambda w, b: loss_of(w, b["x"]), beside_x(id=[np.zeros(ROWS, int)] * N)),
-    "None in a batch": Row(lambda w, b: loss_of(w, b["x"]) * (2.0 if b["kind"] else 1.0), beside_x(kind=None)),
     "a table, said": Row(
         weighted, beside_x(y=CLASSES, t=TABLE), (W,), {"batch_argnums": ("b['x']", "b['y']")}),
     "a graph, said": Row(convolved, [MOVED], (W,), {"batch_argnums": "g"}),

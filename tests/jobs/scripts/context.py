@@ -49,18 +49,16 @@ def fields() -> list[Any]:
 def broadcasts() -> None:
     """Of trees of all types from any root; what can't be sent is an error on every rank."""
     root = N - 1
-    tree: dict[str, Any] = {
-        "bf16": jnp.full((3, 2), R, jnp.bfloat16), "scalar": jnp.full((), R, jnp.float64), "int": np.arange(4) * R,
-        "big": np.full(5_000_000, R, np.float32),  # 20 MB: several messages
-        "empty": jnp.zeros((0, 3)), "key": jax.random.key(R), "strided": np.arange(12.0).reshape(3, 4).T * R,
-    }  # fmt: skip
-    want = {
-        "bf16": jnp.full((3, 2), root, jnp.bfloat16), "scalar": jnp.full((), root, jnp.float64),
-        "int": np.arange(4) * root, "big": np.full(5_000_000, root, np.float32), "empty": jnp.zeros((0, 3)),
-        "key": jax.random.key(root), "strided": np.arange(12.0).reshape(3, 4).T * root,
-    }  # fmt: skip
-    got = ctx.broadcast(tree, root=root)
-    compare(got, want)
+
+    def tree(rank: int) -> dict[str, Any]:
+        return {
+            "bf16": jnp.full((3, 2), rank, jnp.bfloat16), "scalar": jnp.full((), rank, jnp.float64),
+            "int": np.arange(4) * rank, "big": np.full(5_000_000, rank, np.float32),  # 20 MB: several messages
+            "empty": jnp.zeros((0, 3)), "key": jax.random.key(rank), "strided": np.arange(12.0).reshape(3, 4).T * rank,
+        }  # fmt: skip
+
+    got = ctx.broadcast(tree(R), root=root)
+    compare(got, tree(root))
     assert isinstance(got["bf16"], jax.Array)
     assert isinstance(got["int"], np.ndarray)
     got["big"][0] = 5  # the receiver's own memory

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -57,21 +58,10 @@ def train(calls: int, w: Any = None) -> Any:
 # --- a rank that ends
 
 
-class Odd(ValueError):
-    def __str__(self) -> str:
-        raise RuntimeError("no words")
-
-
 def raises() -> None:
     train(3)
     if ODD:
         raise ValueError("boom on purpose")
-    time.sleep(100)
-
-
-def raises_oddly() -> None:
-    if ODD:
-        raise BaseExceptionGroup("two", [Odd(), SystemExit(0)])
     time.sleep(100)
 
 
@@ -120,10 +110,19 @@ def dies() -> None:
     train(1000, w)
 
 
+def dies_below_one_that_is_stopped() -> None:
+    """mpirun is."""
+    if ctx.is_root:
+        above = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]
+        os.kill(int(above), signal.SIGSTOP)
+    ctx.barrier()
+    dies()
+
+
 def trains() -> None:
     """Until something from outside ends it."""
     w = train(2)
-    print(f"READY {ctx.rank} {os.getpid()}", flush=True)
+    print("READY", flush=True)
     for _ in range(1000):
         w = train(1, w)
         time.sleep(0.1)
@@ -213,12 +212,11 @@ def order_of_collectives() -> None:
 
 
 def retraced() -> None:
-    """A global has changed on one rank alone, or on both, to other values."""
+    """A global has changed on both ranks, to other values."""
     global SCALE
     w = train(2)
-    if ODD or ARGUMENT == "both":
-        SCALE = 2.0 + ODD
-        step.clear_cache()  # type: ignore[attr-defined]
+    SCALE = 2.0 + ODD
+    step.clear_cache()  # type: ignore[attr-defined]
     train(2, w)
 
 
@@ -226,11 +224,6 @@ def settings() -> None:
     w = train(2)
     with jax.default_matmul_precision("highest" if ODD else None):  # type: ignore[arg-type]
         train(1, w)
-
-
-def types() -> None:
-    w = train(2)
-    train(1, jax.tree.map(lambda x: x.astype(jnp.bfloat16), w) if ODD else w)
 
 
 def rows() -> None:
@@ -249,15 +242,12 @@ def order() -> None:
 
 
 def eager_between() -> None:
-    """A sum, or a barrier, comes before the step, on the others after it."""
-    meet = ctx.barrier if ARGUMENT == "barrier" else lambda: jaxdist.allreduce(jnp.ones(2))
-    w = state()
-    for i in range(8):
-        if ODD and i == 6:
-            meet()
-        w = train(1, w)
-        if not (ODD and i == 6):
-            meet()
+    """A sum comes before the step, on the others after it."""
+    w = train(2)
+    if ODD:
+        jaxdist.allreduce(jnp.ones(2))
+    train(1, w)
+    jaxdist.allreduce(jnp.ones(2))
 
 
 def changed_copy() -> None:
@@ -292,12 +282,12 @@ def error_at_exit() -> None:
         print("caught", flush=True)
 
 
-def killed_at_the_end() -> None:
+def dies_at_the_end() -> None:
     """While it waits for the others."""
     if ODD:
-        atexit.register(lambda: print(f"READY {os.getpid()}", flush=True))
-    else:
-        time.sleep(60)
+        threading.Thread(target=lambda: (time.sleep(1), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
+        sys.exit()
+    time.sleep(60)
 
 
 # --- what is no error
@@ -318,5 +308,5 @@ def sends() -> None:
 
 
 globals()[NAME]()
-if NAME not in ("slow", "ends_late", "error_at_exit", "undecorated"):
+if NAME not in ("slow", "ends_late", "error_at_exit", "undecorated", "sends"):
     print("THROUGH", flush=True)

@@ -114,29 +114,6 @@ def between_axes(path: str, names: list[str]) -> dict[str, float]:
     return {"exact": gap(want, run())}
 
 
-def offloaded(folder: str) -> dict[str, float]:
-    """State in the host's memory and back, by way of a checkpoint."""
-    rng = np.random.default_rng(0)
-    params = {"in": rng.normal(size=(5, 24)), "out": rng.normal(size=(24, 9))}
-    x, tx = rng.normal(size=(12, 5)), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    want: Any
-    want = state = params, tx.init(params)
-    plain = jax.jit(step(tx))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxdist.machine.Machine.has_own_memory", True)  # private: there is no GPU here
-        patch.setattr("jaxdist.step.program.check_host_memory", lambda mesh: None)  # private: likewise
-        for i, (level, in_host) in enumerate([(2, False), (1, True), (3, True), (1, False)]):
-            *want, _, _ = plain(*want, x)
-            decorated = jaxdist.data_parallel(step(jaxdist.zero(tx, level, offload=in_host)))  # type: ignore[arg-type]
-            *state, _, _ = decorated(*state, np.split(x, N)[R])
-            kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state) if leaf.ndim}
-            assert kinds == ({"device", "pinned_host"} if i else {"device"}), kinds
-            jaxdist.check_sync(state)
-            jaxdist.save(folder, state, step=i, wait=False)
-            state = jaxdist.restore(folder, state)
-    return {"gap": gap(want, jaxdist.unshard(tuple(state)))}
-
-
 # --- meshes of several axes
 
 

@@ -24,20 +24,13 @@ def evaluations() -> list[float]:
     def sums(w: Any, x: Any) -> Any:
         return {"sum": jnp.sum((x @ w) ** 2), "count": len(x), "columns": jnp.sum(x @ w, 0)}
 
-    over, part = jaxdist.data_parallel, X[3 * R : 3 * R + 3]
-    step, found = over(sums), {}
+    step, found = jaxdist.data_parallel(sums), {}
     for w in (W, jaxdist.shard(W)):
         found = jaxdist.evaluate(step, w, jaxdist.loader(X, 5, tail="keep"))
         close(found, sums(np.asarray(W), X), 1e-12)
     assert jaxdist.evaluate(step, W, jaxdist.loader(X, 5))["count"] == 53 // (5 * N) * 5 * N  # without the tail
-    rows: list[tuple[Any, tuple[str, ...]]] = [
-        (lambda: jaxdist.evaluate(jax.jit(lambda x: jnp.sum(x)), [part]), ("evaluate", f"{N} ranks")),
-        (lambda: jaxdist.evaluate(over(lambda w, x: x @ w), W, [part]), ("evaluate", f"({3 * N}, 3)")),
-        (lambda: jaxdist.evaluate(step, W, []), ("evaluate", "no batch")),
-    ]
-    for call, tokens in rows:
-        with raises((ValueError, TypeError), *tokens):
-            call()
+    with raises(ValueError, "evaluate", f"{N} ranks"):
+        jaxdist.evaluate(jax.jit(lambda x: jnp.sum(x)), [X[:3]])
     return [float(found["sum"]), *map(float, found["columns"])]
 
 
@@ -51,6 +44,10 @@ def seen(folder: str) -> None:
 
     w = [jnp.ones((64, 64), jnp.float32) / 64, jnp.ones((64, 8), jnp.float32) / 64]
     batch, path = jnp.ones((4, 64), jnp.float32) * (R + 1), Path(folder, "seen")
+    if ctx.is_root:
+        path.mkdir()
+        (path / "metrics.jsonl").write_bytes(b"\0" * 9)
+    ctx.barrier()
     with jaxdist.run_log(path, total=5, examples_per_step=8) as log:
         for i in range(3):
             # The root's third call can't end before rank 1 makes its own (the first two wait for each other), which it

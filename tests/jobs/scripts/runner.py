@@ -13,7 +13,8 @@ import jax
 
 import jaxdist
 
-sys.path.insert(1, str(Path(__file__).parents[2]))
+TESTS = Path(__file__).parents[2]
+sys.path[1:1] = [str(TESTS), str(TESTS / "io" / "scripts")]
 
 
 def main(communicator: str, folder: Path, words: list[str]) -> None:

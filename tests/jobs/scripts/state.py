@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from calls import W, X, data, descend, loss_of, whole
+from calls import W, X, descend, loss_of, whole
 from harness.check import close
 from harness.errors import raises
 from jax.sharding import NamedSharding
@@ -126,11 +126,3 @@ def differs(folder: str) -> None:
     p, q = jaxdist.data_parallel(two)(W, W + 1, MINE)
     with raises(jaxdist.CheckpointError, "'p'", "rank 1"):
         jaxdist.save(f"{folder}/pairs", {"p": q if ODD else p}, 1)
-    noisy = jaxdist.data_parallel(
-        lambda key, w, x: (jax.random.split(key)[0], w - loss_of(w, x + jax.random.normal(key, x.shape)))
-    )
-    key, w = noisy(jax.random.key(0), W, MINE)
-    close(data(noisy(jax.random.fold_in(key, 1), w, MINE)[0]), data(jax.random.split(jax.random.fold_in(key, 1))[0]))
-    noisy(key, w, MINE)
-    with raises(ValueError, "key", "rank 0", "rank 1"):  # in the first, second, fourth, eighth call
-        noisy(jax.random.fold_in(key, R), w, MINE)

@@ -1,7 +1,6 @@
 """Steps for `jaxdist plan`, of a script that reads its own arguments."""
 
 import argparse
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +11,6 @@ import jaxdist
 @jaxdist.data_parallel
 def step(w, x):
     return w - jax.grad(lambda w: jnp.mean(x @ w))(w)
-
-
-@jaxdist.data_parallel
-def opens(w, x):
-    Path("missing.json").read_text()
-    return w
 
 
 @jaxdist.data_parallel
@@ -40,14 +33,6 @@ def nothing(width=4):
 
 def makes_no_number(width=4):
     int("four")
-
-
-def opens_nothing(width=4):
-    Path("missing.json").read_text()
-
-
-def opens_within(width=4):
-    return opens, *types(width)
 
 
 def multiplies_within(width=4):

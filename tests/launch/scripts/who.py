@@ -1,4 +1,4 @@
-"""Who this rank is: the connector, rank, size, place on its host. `who.py [CONNECTOR] [fail]`: rank 1 raises."""
+"""Who this rank is: the connector, rank, size, place on its host. `who.py [CONNECTOR] [fail|goes on|late]`."""
 
 import os
 import sys
@@ -7,7 +7,9 @@ import time
 import jaxdist
 
 words = sys.argv[1:]
-ctx = jaxdist.init(*[word for word in words if word not in ("fail", "goes on")], timeout=60)
+if "late" in words and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    time.sleep(90)
+ctx = jaxdist.init(*[word for word in words if word not in ("fail", "goes on", "late")])
 c = ctx.connector
 jobs = ctx.connector.broadcast(os.environ.get("SLURM_JOB_ID"))
 assert jobs == os.environ.get("SLURM_JOB_ID"), "of another job"
