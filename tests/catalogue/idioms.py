@@ -144,10 +144,8 @@ def _axpy(scale: Any, x: Any, y: Any) -> Any:
 _xent = optax.softmax_cross_entropy_with_integer_labels
 
 
-def _conv(x: Any, kernel: Any, stride: int = 1, groups: int = 1) -> Any:
-    return lax.conv_general_dilated(
-        x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
-    )
+def _conv(x: Any, kernel: Any, stride: int = 1) -> Any:
+    return lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
 def _classify(p: Any, image: Any) -> Any:
@@ -216,20 +214,6 @@ def flax_batchnorm_dropout(wrap: Wrap) -> Any:
     return step, (params, tx.init(params), stats, jax.random.key(3))
 
 
-@fitted(SGD, _params(2, depth=(3, 3, 1, 8), point=(1, 1, 8, 4), scale=(4,), head=(4, CLASSES)))
-def depthwise_conv(p: Any, batch: Any) -> Any:
-    """Depthwise and pointwise convolutions with group norm and average pooling."""
-    h = _conv(batch["image"], p["depth"], groups=2)
-    h = jnp.tanh(_conv(h, p["point"]))
-    groups = h.reshape(*h.shape[:3], 2, 2)
-    mean = groups.mean(axis=(1, 2, 4), keepdims=True)
-    var = groups.var(axis=(1, 2, 4), keepdims=True)
-    h = ((groups - mean) * lax.rsqrt(var + 1e-3)).reshape(h.shape) * (1 + p["scale"])
-    h = lax.reduce_window(jax.nn.gelu(h), 0.0, lax.add, (1, 4, 4, 1), (1, 4, 4, 1), "VALID") / 16
-    losses = _xent(h.mean(axis=(1, 2)) @ p["head"], batch["label"])
-    return losses.mean(), {"losses": losses}
-
-
 @fitted(ADAM, _mlp_params(5))
 def per_example_seeds(p: Any, batch: Any) -> Any:
     """The batch brings seeds, from which each example has a key of its own."""
@@ -256,16 +240,6 @@ def mixup_permutation(p: Any, key: Any, batch: Any) -> Any:
     x = mix * batch["x"] + (1 - mix) * batch["x"][order]
     y = mix * batch["y"] + (1 - mix) * jnp.take(batch["y"], order, axis=0)
     return jnp.mean((_mlp(p, x) - y) ** 2), {"order": order}
-
-
-@fitted(ADAMW, _params(11, patch=(8, 8), token=(8,), mix=(8, 8), head=(8, CLASSES)))
-def patches_class_token(p: Any, batch: Any) -> Any:
-    """Images cut into patches, and a learnt token put before each image's."""
-    size = batch["image"].shape[0]
-    patches = batch["image"].reshape(size, 4, 2, 4, 2, 2).transpose(0, 1, 3, 2, 4, 5).reshape(size, 16, 8)
-    h = jnp.concatenate([jnp.broadcast_to(p["token"], (size, 1, 8)), patches @ p["patch"]], axis=1)
-    weights = jax.nn.softmax(jnp.einsum("btd,de,bse->bts", h, p["mix"], h) / 3)
-    return _xent((h + weights @ h)[:, 0] @ p["head"], batch["label"]).mean(), {}
 
 
 def _layer_norm(x: Any, scale: Any) -> Any:
@@ -369,24 +343,6 @@ def simclr(p: Any, batch: Any) -> Any:
     return _xent(logits, (jnp.arange(2 * size) + size) % (2 * size)).mean(), {"first": logits[0, 1:3]}
 
 
-@fitted(ADAM, _mlp_params(47, outputs=5, bias=False))
-def vicreg(p: Any, batch: Any) -> Any:
-    """Variance, invariance and covariance of two views."""
-    a, b = _mlp(p, batch["x"]), _mlp(p, batch["x2"])
-    spread = covariance = 0.0
-    for z in (a, b):
-        z = z - z.mean(axis=0)
-        spread += jnp.mean(jax.nn.relu(2.0 - jnp.sqrt(z.var(axis=0) + 1e-4)))
-        cov = z.T @ z / (z.shape[0] - 1)
-        covariance += jnp.sum((cov - jnp.diag(jnp.diag(cov))) ** 2) / z.shape[1]
-    invariance = jnp.mean((a - b) ** 2)
-    return invariance + spread + 0.1 * covariance, {"parts": (invariance, spread, covariance)}
-
-
-def _squared_distances(a: Any, b: Any) -> Any:
-    return jnp.sum((a[:, None] - b[None]) ** 2, axis=-1)
-
-
 @fitted(ADAM, _mlp_params(50, outputs=CLASSES))
 def topk_hard_mining(p: Any, batch: Any) -> Any:
     """Only the third of the examples with the largest losses counts."""
@@ -402,26 +358,6 @@ def listwise_ranking(p: Any, batch: Any) -> Any:
     scores = _mlp(p, batch["x"])[order, 0]
     below = lax.cumlogsumexp(scores, reverse=True)
     return jnp.mean(below - scores), {"order": order}
-
-
-@fitted(SGD, _mlp_params(52, bias=False))
-def pairwise_ranking(p: Any, batch: Any) -> Any:
-    """Every pair of examples of different rewards."""
-    scores = _mlp(p, batch["x"])[:, 0]
-    better = batch["reward"][:, None] > batch["reward"]
-    margin = scores[:, None] - scores
-    loss = jnp.sum(jax.nn.softplus(-margin) * better) / jnp.sum(better)
-    return loss, {"auc": jnp.sum((margin > 0) & better) / jnp.sum(better)}
-
-
-@fitted(ADAM, _mlp_params(54, outputs=4, bias=False))
-def nearest_neighbour(p: Any, batch: Any) -> Any:
-    """Each example's two nearest others are pulled towards it; everything else pushed off."""
-    z = _mlp(p, batch["x"])
-    distance = _squared_distances(z, z) + 1e6 * jnp.eye(z.shape[0])
-    _, index = lax.top_k(-distance, 2)
-    near = jnp.mean((z[:, None] - z[index]) ** 2)
-    return near + jnp.mean(jnp.exp(-distance)), {"index": index}
 
 
 @idiom
@@ -444,17 +380,6 @@ def moco_queue(wrap: Wrap) -> Any:
         return *_updated(tx, grads, fast, opt), slow, queue, loss
 
     return step, (fast, tx.init(fast), _mlp_params(57, outputs=5, bias=False), queue)
-
-
-@fitted(ADAM, _mlp_params(63, inputs=4, outputs=6))
-def mmd_median_kernel(p: Any, key: Any, batch: Any) -> Any:
-    """Maximum mean discrepancy of a generator's samples, the kernel's width the median distance."""
-    fake = _mlp(p, jax.random.normal(key, (batch["x"].shape[0], 4)))
-    both = jnp.concatenate([batch["x"], fake])
-    distance = _squared_distances(both, both)
-    kernel = jnp.exp(-distance / lax.stop_gradient(jnp.median(distance)))
-    sign = jnp.where(jnp.arange(both.shape[0]) < fake.shape[0], 1.0, -1.0)
-    return sign @ kernel @ sign / fake.shape[0] ** 2, {"width": jnp.median(distance)}
 
 
 @fitted(ADAMW, {"policy": _mlp_params(70, outputs=ACTIONS), "value": _mlp_params(71)})
@@ -556,22 +481,6 @@ def _experts(seed: int) -> dict[str, Any]:
     return _params(seed, gate=(6, 4), wide=(4, 6, 5), narrow=(4, 5, 1))
 
 
-@fitted(ADAM, _experts(120))
-def moe_top1_capacity(p: Any, batch: Any) -> Any:
-    """Each example goes to one expert, if there is room: places are counted by cumsum along the batch."""
-    x = batch["x"]
-    gates = jax.nn.softmax(x @ p["gate"])
-    chosen = jax.nn.one_hot(gates.argmax(axis=1), 4, dtype=jnp.float64)
-    place = (jnp.cumsum(chosen, axis=0) * chosen).sum(axis=1).astype(int) - 1
-    room = -(-x.shape[0] // 4)
-    send = chosen[:, :, None] * jax.nn.one_hot(place, room, dtype=jnp.float64)[:, None]
-    h = jnp.tanh(jnp.einsum("bec,bd,edh->ech", send, x, p["wide"]))
-    out = jnp.einsum("bec,be,ech,eho->bo", send, gates, h, p["narrow"])
-    balance = 4 * jnp.sum(chosen.mean(axis=0) * gates.mean(axis=0))
-    aux = {"balance": balance, "dropped": jnp.sum(place >= room), "load": chosen.sum(axis=0)}
-    return jnp.mean((out - batch["y"]) ** 2) + 0.1 * balance, aux
-
-
 @fitted(SGD, _experts(122))
 def moe_expert_choice(p: Any, batch: Any) -> Any:
     """Each expert takes the examples it scores highest, by top_k over the batch."""
@@ -634,19 +543,6 @@ def private_map(wrap: Wrap) -> Any:
     return step, (params, tx.init(params))
 
 
-@fitted(ADAM, _mlp_params(132, inputs=2))
-def maml(p: Any, batch: Any) -> Any:
-    """Each example is a task: an inner gradient step on its first times, the loss on its last."""
-
-    def task(p: Any, series: Any) -> Any:
-        loss = lambda p, part: jnp.mean((_mlp(p, part[:, :2]) - part[:, 2:]) ** 2)
-        adapted = _axpy(-0.05, jax.grad(loss)(p, series[:3]), p)
-        return loss(adapted, series[3:])
-
-    losses = jax.vmap(task, in_axes=(None, 0))(p, batch["series"])
-    return losses.mean(), {"losses": losses}
-
-
 @fitted(ADAM, _mlp_params(140))
 def masked_mean(p: Any, batch: Any) -> Any:
     """The mean over the examples that a mask lets count, which are spread unevenly."""
@@ -665,20 +561,6 @@ def quantile_clipping(p: Any, batch: Any) -> Any:
     return jnp.minimum(losses, limit).mean(), {"limit": limit, "spread": spread}
 
 
-@idiom
-def examples_seen_schedule(wrap: Wrap) -> Any:
-    """No optimizer: the rate falls with the examples seen, which the state counts by the batch's shape."""
-    del wrap
-
-    def step(params: Any, seen: Any, batch: Any) -> Any:
-        seen = seen + batch["x"].shape[0]
-        rate = 0.2 / jnp.sqrt(1 + seen / 16)
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((_mlp(p, batch["x"]) - batch["y"]) ** 2))(params)
-        return _axpy(-rate, grads, params), seen, {"loss": loss, "rate": rate, "last": batch["id"].max()}
-
-    return step, (_mlp_params(146), jnp.zeros((), int))
-
-
 @fitted(ADAM, {"net": _mlp_params(149, outputs=3, bias=False), "out": _params(150, w=(3, 1))["w"]})
 def whitening_cholesky(p: Any, batch: Any) -> Any:
     """Features made uncorrelated over the batch by a triangular solve."""
@@ -687,23 +569,6 @@ def whitening_cholesky(p: Any, batch: Any) -> Any:
     factor = jnp.linalg.cholesky(z.T @ z / z.shape[0] + 0.1 * jnp.eye(3))
     white = jax.scipy.linalg.solve_triangular(factor, z.T, lower=True).T
     return jnp.mean((white @ p["out"] - batch["y"]) ** 2), {"factor": factor}
-
-
-@fitted(ADAM, _mlp_params(151, outputs=3, bias=False))
-def covariance_eigh(p: Any, batch: Any) -> Any:
-    """A loss of the eigenvalues of the features' covariance."""
-    cov = jnp.cov(_mlp(p, batch["x"]), rowvar=False)
-    values, vectors = jnp.linalg.eigh(cov + 0.2 * jnp.eye(3))
-    return jnp.sum(jnp.log(values) ** 2), {"values": values, "main": vectors[:, -1] ** 2}
-
-
-@fitted(SGD, _mlp_params(152))
-def concordance_loss(p: Any, batch: Any) -> Any:
-    """One minus the concordance correlation, plus the root of the mean squared error."""
-    a, b = _mlp(p, batch["x"])[:, 0], batch["y"][:, 0]
-    covariance = jnp.mean((a - a.mean()) * (b - b.mean()))
-    ccc = 2 * covariance / (a.var() + b.var() + (a.mean() - b.mean()) ** 2)
-    return 1 - ccc + jnp.sqrt(jnp.mean((a - b) ** 2)), {"ccc": ccc}
 
 
 @fitted(ADAM, _mlp_params(153))
@@ -723,15 +588,6 @@ def tilted_loss(p: Any, batch: Any) -> Any:
     return jax.nn.logsumexp(2 * losses, b=1 / losses.size) / 2, {"share": jax.nn.softmax(2 * losses)}
 
 
-@fitted(ADAM, _mlp_params(158))
-def scaled_by_largest(p: Any, batch: Any) -> Any:
-    """Features divided by the largest of the batch, targets standardised."""
-    h = jnp.tanh(batch["x"] / jnp.abs(batch["x"]).max() @ p["w1"] + p["b1"])
-    h = h / jnp.max(jnp.linalg.norm(h, axis=1))
-    y = (batch["y"] - batch["y"].mean()) / batch["y"].std(ddof=1)
-    return jnp.mean((h @ p["w2"] + p["b2"] - y) ** 2), {}
-
-
 @fitted(ADAM, _params(161, own=(6, 8), near=(6, 8), far=(8, 8), head=(8, CLASSES)))
 def graph_messages(p: Any, batch: Any) -> Any:
     """Examples are nodes: messages gathered from neighbours, then scattered back to them."""
@@ -743,52 +599,6 @@ def graph_messages(p: Any, batch: Any) -> Any:
     pooled = jax.ops.segment_max(h, batch["group"], 2, indices_are_sorted=False)
     pooled = jnp.where(jnp.isfinite(pooled), pooled, 0.0)
     return _xent((h + pooled[batch["group"]]) @ p["head"], batch["label"]).mean(), {"degree": degree}
-
-
-@fitted(SGD, _mlp_params(162))
-def consecutive_differences(p: Any, batch: Any) -> Any:
-    """Neighbours in the batch: slices shifted by one, and a moving average along it."""
-    z = _mlp(p, batch["x"])
-    change = z[1:] - z[:-1]
-    smooth = jnp.convolve(z[:, 0], jnp.array([0.25, 0.5, 0.25]), mode="same")
-    return jnp.mean((change - jnp.diff(batch["y"], axis=0)) ** 2) + jnp.mean((smooth - batch["reward"]) ** 2), {}
-
-
-@idiom
-def train_validation_split(wrap: Wrap) -> Any:
-    """The last quarter is kept for validation; the best parameters so far are state."""
-    tx, params = wrap(ADAM), _mlp_params(163)
-
-    def step(params: Any, opt: Any, best: Any, batch: Any) -> Any:
-        cut = batch["x"].shape[0] - batch["x"].shape[0] // 4
-        loss_fn = lambda p, part: jnp.mean((_mlp(p, batch["x"][part]) - jnp.tanh(batch["y"][part])) ** 2)
-        loss, grads = jax.value_and_grad(loss_fn)(params, slice(cut))
-        params, opt = _updated(tx, grads, params, opt)
-        validation = loss_fn(params, slice(cut, None))
-        better = validation < best["loss"]
-        best = jax.tree.map(lambda a, b: jnp.where(better, a, b), {"loss": validation, "params": params}, best)
-        return params, opt, best, {"loss": loss, "better": better}
-
-    return step, (params, tx.init(params), {"loss": jnp.full((), 1e3), "params": params})
-
-
-@idiom
-def mixture_em(wrap: Wrap) -> Any:
-    """No gradients: a turn of expectation and maximisation for a Gaussian mixture."""
-    del wrap
-    state = {"mean": _params(165, w=(3, 6))["w"], "var": jnp.ones((3, 6)), "weight": jnp.array([0.2, 0.3, 0.5])}
-
-    def step(state: Any, batch: Any) -> Any:
-        x = batch["x"][:, None]
-        logp = -jnp.sum((x - state["mean"]) ** 2 / state["var"] + jnp.log(state["var"]), axis=2) / 2
-        logp = logp + jnp.log(state["weight"])
-        share = jax.nn.softmax(logp)
-        total = share.sum(axis=0) + 1.0
-        mean = (share.T @ batch["x"] + state["mean"]) / total[:, None]
-        var = (jnp.einsum("bk,bkd->kd", share, (x - mean) ** 2) + 1.0) / total[:, None]
-        return {"mean": mean, "var": var, "weight": total / total.sum()}, jax.nn.logsumexp(logp, axis=1).mean()
-
-    return step, (state,)
 
 
 @idiom

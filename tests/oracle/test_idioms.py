@@ -27,11 +27,9 @@ MESHES: list[dict[str, int]] = [
 ]  # fmt: skip
 EVEN, UNEVEN, ODD = 24, 20, 21
 """Examples: 2, 3, 4 and 8 devices divide the first, 3 and 8 not the second; the last where any number will do."""
-WAYS = list(itertools.product(MESHES, (0, 1, 2, 3), (True, False)))
-"""Mesh, level of ZeRO, whether the devices divide the batch."""
 SEEDS = int(os.environ.get("JAXDIST_SEEDS", "40")) if FULL else 1
-# In this order the first fifty have all pairs of a mesh, a level and an evenness.
-TURNS = [WAYS[(i * 5) % len(WAYS)] for i in range(len(WAYS))]
+# Mesh, level of ZeRO, whether the devices divide the batch; half of them have all pairs of these.
+TURNS = [(MESHES[i % 9], (i + i // 9) % 4, bool((i // 9 + i // 36) % 2)) for i in range(72)]
 CASES = [(name, seed, TURNS[(i + 31 * seed) % len(TURNS)]) for seed in range(SEEDS) for i, name in enumerate(NAMES)]
 
 
@@ -84,5 +82,4 @@ def test_cases(name: str, size: tuple[int, int], level: int) -> None:
 
 
 def test_all_pairs_of_a_mesh_and_a_level_occur() -> None:
-    assert len(NAMES) >= 50
     assert len({(str(sizes), level) for _, _, (sizes, level, _) in CASES}) == 4 * len(MESHES)

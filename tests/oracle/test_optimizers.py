@@ -73,7 +73,7 @@ def test_every_transformation_of_optax_has_an_entry() -> None:
     tested = {name.split(",")[0] for name in ENTRIES} | optimizers.PER_EXAMPLE
     in_others = {f"scale_by_{name}" for name in tested}
     assert len(public) > 100
-    assert public - tested - in_others == set()
+    assert public - tested - in_others - optimizers.PARTS == set()
 
 
 # --- whole matrices
