@@ -11,13 +11,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from catalogue import idioms
-from flax import nnx
 from flax.training.train_state import TrainState
 from harness.check import on_host
 
@@ -202,54 +200,6 @@ def microbatches() -> Case:
     return Case("microbatches", step, (params, tx.init(params)), _vectors, plain, tolerance=1e-12)
 
 
-def sync_batch_norm() -> Case:
-    """flax's BatchNorm with axis_name: collectives of the user's own, in forward and backward pass."""
-
-    class Net(nn.Module):
-        axis: str | None
-
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            x = nn.Dense(9, param_dtype=jnp.float64)(x)
-            x = nn.BatchNorm(use_running_average=False, axis_name=self.axis, param_dtype=jnp.float64)(x)
-            return nn.Dense(5, param_dtype=jnp.float64)(nn.relu(x))
-
-    variables = jax.jit(Net(None).init)(jax.random.key(0), jnp.zeros((2, 7)))
-    tx = _zero(optax.sgd(0.1))  # not Adam: the bias before a BatchNorm has a gradient of rounding errors alone
-
-    def step_of(model: Net) -> Any:
-        def step(params: Any, stats: Any, opt_state: Any, batch: Any) -> Any:
-            def loss_fn(params: Any) -> Any:
-                out, new = model.apply({"params": params, "batch_stats": stats}, batch["x"], mutable=["batch_stats"])
-                return _xent(out, batch["y"]), new["batch_stats"]
-
-            (loss, stats_), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), stats_, opt_state, {"loss": loss}
-
-        return step
-
-    params = variables["params"]
-    state = (params, variables["batch_stats"], tx.init(params))
-    return Case("BatchNorm over the axis", step_of(Net("data")), state, _vectors, plain=step_of(Net(None)))
-
-
-def with_nnx() -> Case:
-    class Net(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs):
-            self.first = nnx.Linear(7, 13, param_dtype=jnp.float64, rngs=rngs)
-            self.second = nnx.Linear(13, 5, param_dtype=jnp.float64, rngs=rngs)
-
-        def __call__(self, x: Any) -> Any:
-            return self.second(nnx.gelu(self.first(x)))
-
-    model = Net(nnx.Rngs(0))
-    graph, params = nnx.split(model)
-    tx = _zero(optax.adamw(1e-2))
-    loss_fn = lambda p, b: _xent(nnx.merge(graph, p)(b["x"]), b["y"])
-    return _params_case("flax nnx, split and merge", loss_fn, params, tx)
-
-
 def clip_adamw() -> Case:
     """In flax's TrainState."""
     tx = _zero(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)))
@@ -292,7 +242,7 @@ def few_examples() -> Case:
 
 CASES: dict[str, Callable[[], Case]] = {
     "clip_adamw": clip_adamw, "odd_parameters": odd_parameters, "low_precision": low_precision,
-    "microbatches": microbatches, "sync_batch_norm": sync_batch_norm, "nnx": with_nnx, "few_examples": few_examples,
+    "microbatches": microbatches, "few_examples": few_examples,
 }  # fmt: skip
 
 IN_SHARDS = {"clip_adamw": 1, "odd_parameters": 3, "microbatches": 2, "few_examples": 3}

@@ -184,28 +184,7 @@ def equinox_state(decorate: Any) -> Any:
     return eqx.filter(model, eqx.is_array), loss
 
 
-@program(eqx.filter_jit)
-def inference_flag(decorate: Any) -> Any:
-    step = decorate(lambda model, x, key: model(x, key=key).sum())
-    model = eqx.nn.Dropout(0.5)
-    return step(model, X, jax.random.key(0)), step(eqx.nn.inference_mode(model), X, jax.random.key(0))
-
-
 # --- jax
-
-
-@program(jax.jit)
-def a_carry_of_each_example_and_a_raw_key(decorate: Any) -> Any:
-    @decorate
-    def step(w: Any, h: Any, key: Any, x: Any) -> Any:
-        key, own = jax.random.split(key)
-        h = jnp.tanh(jax.random.bernoulli(own, 0.5, x.shape) * x @ w + h)
-        return w - 0.1 * jnp.mean(h), h, key
-
-    state = jnp.ones((3, 5)), jnp.zeros((12, 5)), jax.random.PRNGKey(0)
-    for _ in range(STEPS):
-        state = step(*state, X)
-    return state
 
 
 def replicas(step: Any) -> Any:
