@@ -135,13 +135,8 @@ def muon(rate: float = 0.05) -> optax.GradientTransformation:
     return optax.contrib.muon(rate, weight_decay=0.1, muon_weight_dimension_numbers=dims)
 
 
-def galore(rate: float = 0.05) -> optax.GradientTransformation:
-    """Of optax: a singular value decomposition for each matrix, in a ``cond`` of its own."""
-    return optax.contrib.galore(rate, rank=4, update_proj_gap=2)
-
-
 MAKERS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    f.__name__: f for f in (muon, galore, shampoo, soap, together, ranks)
+    f.__name__: f for f in (muon, shampoo, soap, together, ranks)
 }
 
 

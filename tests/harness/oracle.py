@@ -158,26 +158,6 @@ def _params_case(name: str, loss_fn: Any, params: Any, tx: Any, **kwargs: Any) -
     return Case(name, _params_step(loss_fn, tx), (params, tx.init(params)), _vectors, **kwargs)
 
 
-def odd_parameters() -> Case:
-    """A parameter without a gradient, scalar parameters, one broadcast into a mask, weight decay in the loss."""
-    params = {**_mlp_params(), "unused": jnp.ones((3, 2)), "s": jnp.asarray(0.5), "t": jnp.asarray(2.0)}
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        h = _mlp(p, batch["x"])
-        h = jnp.where(h > p["s"], h, p["t"]) * p["s"]
-        return _xent(h, batch["y"]) + 0.01 * sum(jnp.sum(w**2) for w in jax.tree.leaves(p))
-
-    return _params_case("unused, scalar and masked parameters", loss_fn, params, _zero(optax.adam(1e-2)))
-
-
-def low_precision() -> Case:
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _mlp_params())
-    loss_fn = lambda p, b: _xent(_mlp(p, b["x"].astype(jnp.bfloat16)).astype(jnp.float32), b["y"])
-    # bf16 keeps 8 bits: sums over the batch in another order differ by some units of 2^-8.
-    tx = _zero(optax.sgd(0.05))
-    return _params_case("bf16 parameters, float32 loss", loss_fn, params, tx, tolerance=3e-2)
-
-
 def microbatches() -> Case:
     tx = _zero(optax.adam(1e-2))
 
@@ -241,9 +221,8 @@ def few_examples() -> Case:
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    "clip_adamw": clip_adamw, "odd_parameters": odd_parameters, "low_precision": low_precision,
-    "microbatches": microbatches, "few_examples": few_examples,
+    "clip_adamw": clip_adamw, "microbatches": microbatches, "few_examples": few_examples,
 }  # fmt: skip
 
-IN_SHARDS = {"clip_adamw": 1, "odd_parameters": 3, "microbatches": 2, "few_examples": 3}
+IN_SHARDS = {"clip_adamw": 1, "microbatches": 2, "few_examples": 3}
 """Cases to run under `jaxdist.zero` between processes too, and their level."""

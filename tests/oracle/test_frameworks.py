@@ -84,30 +84,6 @@ def nnx_cached_partial(decorate: Any) -> Any:
     return trained(decorate, cached=True)
 
 
-@program(nnx.jit)
-def two_models(decorate: Any) -> Any:
-    generator, critic = (nnx.Linear(3, n, rngs=nnx.Rngs(n), **F64) for n in (3, 1))
-    tx_g, tx_c = (nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param) for model in (generator, critic))
-
-    @decorate
-    def critic_step(critic: Any, optimizer: Any, generator: Any, real: Any, z: Any) -> Any:
-        loss, grads = nnx.value_and_grad(lambda c: c(real).mean() - c(generator(z)).mean())(critic)
-        optimizer.update(critic, grads)
-        return loss
-
-    @decorate
-    def generator_step(generator: Any, optimizer: Any, critic: Any, z: Any) -> Any:
-        loss, grads = nnx.value_and_grad(lambda g: critic(g(z)).mean())(generator)
-        optimizer.update(generator, grads)
-        return loss
-
-    losses = [
-        (critic_step(critic, tx_c, generator, X, 2 * X[:6]), generator_step(generator, tx_g, critic, X[:6]))
-        for _ in range(STEPS)
-    ]
-    return losses, nnx.state(generator), nnx.state(critic)
-
-
 @program(nnx.jit, 1e-5)
 def modes_of_a_model(decorate: Any) -> Any:
     model = nnx.Sequential(

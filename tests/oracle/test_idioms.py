@@ -59,8 +59,6 @@ def test_idioms(name: str, seed: int, way: Any, monkeypatch: pytest.MonkeyPatch)
     ("name", "level", "devices", "rows"),
     [
         ("clip_adamw", 1, 8, oracle.BATCH),
-        pytest.param("odd_parameters", 2, 2, oracle.UNEVEN, marks=pytest.mark.slow),
-        pytest.param("low_precision", 3, 3, oracle.BATCH, marks=pytest.mark.slow),
         ("microbatches", 0, 4, oracle.BATCH),
         ("few_examples", 3, 8, oracle.UNEVEN),
     ],

@@ -293,17 +293,6 @@ def test_rows_that_change(mode: str, rows: int, dim: int, sizes: dict[str, int])
     check_steps(step, (array(rows, 6),), [array(12, 3)], on=sizes, layouts={"": dim})
 
 
-def test_tables_of_other_dtypes() -> None:
-    dtypes = ("bfloat16", "float16", "int32", "complex64", "bool")
-    tables = [jnp.arange(400).reshape(100, 4).astype(dtype) for dtype in dtypes]
-
-    def step(tables: Any, x: Any) -> Any:
-        changed = [table.at[jnp.array([3, 60])].set(x[0].astype(table.dtype)) for table in tables]
-        return changed, [table[jnp.array([2, 99, 120])] for table in tables]
-
-    check_steps(step, (tables,), [np.ones((4, 4))], on={"model": 4}, layouts={"": 0})
-
-
 # --- the state of one mesh on another
 
 WAYS: dict[str, tuple[dict[str, int], dict[str, int], dict[str, Any]]] = {
@@ -344,8 +333,7 @@ def on_way(way: str) -> Any:
     ("one", "other"),
     [("level 3", "offload"),
      *(pytest.param(*pair, marks=pytest.mark.slow)
-       for pair in (("within", "sequence"), ("sequence", "level 3 over 6"), ("model", "level 3"), ("offload", "model"),
-                    ("level 3 over 6", "within")))],
+       for pair in (("within", "sequence"), ("sequence", "level 3 over 6"), ("offload", "model")))],
 )  # fmt: skip
 def test_from_any_mesh_to_any_other(one: str, other: str, tmp_path: Any) -> None:
     """By way of a checkpoint, and passed on where the devices are the same: the bits are kept, and training goes on."""

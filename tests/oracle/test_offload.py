@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from catalogue import matrix_optimizers, optimizers
-from harness.check import check_steps, close, decorated, gap, mesh, train_step
+from harness.check import check_steps, close, decorated, mesh, train_step
 from harness.errors import raises
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -128,17 +127,6 @@ def test_arrays_of_your_own_in_the_host() -> None:
     w, n = decorated(lambda w, n, x: (w + x.sum(), n + 1), 4)(w, n, np.ones((4, 2)))
     assert w.sharding.memory_kind == n.sharding.memory_kind == "device"
     assert w.tolist() == [9.0] * 3
-
-
-@pytest.mark.slow
-def test_optimizers() -> None:
-    """Moments of some parameters only; rows and columns; those of several steps; sums of gradients; matrices."""
-    names = ["adafactor", "muon", "lbfgs", "MultiSteps"]
-    got = optimizers.run_sharded(names, [2] * 4, within=2, offload=True, mesh=mesh(4))
-    assert gap(optimizers.run_plain(names), got) < 1e-10
-    assert HOST in kinds(got)
-    shapes = ((6, 10), (10, 12), (12, 8))
-    assert matrix_optimizers.difference(matrix_optimizers.shampoo(), shapes, split="owners", offload=True) < 1e-10
 
 
 def test_ordered_effects_are_refused() -> None:

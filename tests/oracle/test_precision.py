@@ -1,6 +1,5 @@
 """Parameters in 16 bits with a float32 copy: `zero(precision=)` beside a step that is written out for one device."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,7 +9,6 @@ import optax
 import optax.contrib
 import pytest
 from catalogue import collectives as calls
-from flax import nnx
 from harness.check import close, compare, decorated, held, mesh
 from harness.errors import raises
 
@@ -138,38 +136,6 @@ def test_the_scale_grows_and_has_bounds() -> None:
     params, opt_state = start(tx, jnp.float16, 2.0**24, 1999)
     _, opt_state = tx.update(jax.tree.map(jnp.zeros_like, params), opt_state, params)
     assert float(jaxdist.loss_scale(opt_state)) == 2.0**24
-
-
-def test_a_checkpoint_has_the_scale(tmp_path: Path) -> None:
-    tx = jaxdist.zero(ADAM, 2, precision="fp16")
-    step = jaxdist.data_parallel(step_of(tx), mesh=mesh(4))
-    state = start(tx, jnp.float16)
-    for x in (np.full_like(BATCH, np.inf), BATCH):
-        *state, _ = step(*state, x)
-    jaxdist.save(tmp_path, state, 2)
-    back = jaxdist.restore(tmp_path, start(tx, jnp.float16))
-    close(tuple(back), tuple(state), 0)
-    assert float(jaxdist.loss_scale(back[1])) == 2.0**15
-
-
-def test_nnx() -> None:
-    class Model(nnx.Module):
-        def __init__(self) -> None:
-            self.w = nnx.Param(jnp.full((6, 4), 0.5, jnp.float16))
-
-    tx, model = jaxdist.zero(optax.adam(1e-2), 2, precision="fp16"), Model()
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    @jaxdist.data_parallel
-    def step(model: Model, optimizer: Any, x: Any) -> Any:
-        scale = jaxdist.loss_scale(optimizer)
-        loss, grads = nnx.value_and_grad(lambda m: scale * jnp.mean((x @ m.w).astype(jnp.float32) ** 2))(model)
-        optimizer.update(model, grads)
-        return loss / scale
-
-    losses = [float(step(model, optimizer, BATCH)) for _ in range(5)]
-    assert losses == sorted(losses, reverse=True)
-    assert float(jaxdist.loss_scale(optimizer)) == 2.0**16
 
 
 @PRECISIONS

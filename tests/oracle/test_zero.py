@@ -162,21 +162,6 @@ def test_outside_a_decorated_step_it_is_the_transformation(level: Any) -> None:
     compare(run(jax.jit(step_of(tx)), state_of(tx)), run(jax.jit(step_of(ADAM)), state_of(ADAM)), 0)
 
 
-def test_a_step_that_needs_whole_gradients_and_parameters() -> None:
-    def of(tx: Any) -> Any:
-        def step(params: Any, opt_state: Any, x: Any) -> Any:
-            grads = jax.grad(loss_fn)(params, x)
-            aux = {"sorted": jnp.sort(grads["w"].ravel()), "rank": jnp.linalg.norm(grads["v"], 2), "all": grads}
-            aux |= {"positive": grads["w"] > 0, "signs": jnp.sign(grads["v"]).astype(int)}
-            updates, opt_state = tx.update(grads, opt_state, params)
-            params = optax.apply_updates(params, updates)
-            return params, opt_state, {**aux, "largest": jnp.max(jnp.abs(params["w"]))}
-
-        return step
-
-    check_steps(of(jaxdist.zero(ADAM, 3)), state_of(ADAM), BATCHES[:2], on=4, plain=of(ADAM))
-
-
 def test_what_cannot_be_computed_on_shards_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     def median(updates: Any, state: Any, params: Any = None) -> Any:
         return jax.tree.map(lambda m: -0.1 * m / (1 + jnp.sort(m.ravel())[m.size // 2] ** 2), updates), state
