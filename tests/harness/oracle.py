@@ -7,7 +7,6 @@ import functools
 import random
 import re
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +16,14 @@ import numpy as np
 import optax
 from catalogue import idioms
 from flax.training.train_state import TrainState
-from harness.check import on_host
+from harness.check import on_host, train_step
 
 import jaxdist
 
 BATCH = 96  # parts for 1, 2, 3, 4 and 8 devices, each in 4 microbatches
 UNEVEN = 92  # 4 microbatches of 23: no number of devices divides these
 STEPS = 5
+Zero = Callable[[Any], Any]  # `jaxdist.zero` with its settings
 
 
 @dataclass(frozen=True)
@@ -71,19 +71,7 @@ def _run(call: Callable[..., Any], state: tuple[Any, ...], steps: int) -> Any:
 @functools.cache
 def case(name: str, level: int = 0, within: int | str | None = None, offload: bool = False) -> Case:
     """A case by its name, its optimizer with these settings of `jaxdist.zero`; built once."""
-    token = _level.set((level, within, offload))
-    try:
-        return CASES[name]()
-    finally:
-        _level.reset(token)
-
-
-_level: ContextVar[tuple[int, int | str | None, bool]] = ContextVar("level", default=(0, None, False))
-
-
-def _zero(tx: Any) -> Any:
-    level, within, offload = _level.get()
-    return jaxdist.zero(tx, level, within, offload=offload)  # type: ignore[arg-type]
+    return CASES[name](lambda tx: jaxdist.zero(tx, level, within, offload=offload))  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -141,48 +129,21 @@ def _mlp(p: Any, x: Any) -> Any:
     return x @ p["w3"] + p["b3"]
 
 
-def _mlp_loss(p: Any, batch: Any) -> Any:
-    return _xent(_mlp(p, batch["x"]), batch["y"])
-
-
-def _params_step(loss_fn: Any, tx: Any) -> Any:
-    def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, {"loss": loss}
-
-    return step
-
-
-def _params_case(name: str, loss_fn: Any, params: Any, tx: Any, **kwargs: Any) -> Case:
-    return Case(name, _params_step(loss_fn, tx), (params, tx.init(params)), _vectors, **kwargs)
-
-
-def microbatches() -> Case:
-    tx = _zero(optax.adam(1e-2))
+def microbatches(zero: Zero) -> Case:
+    tx, params = zero(optax.adam(1e-2)), _mlp_params()
 
     def loss_fn(p: Any, batch: Any) -> Any:
         logits = _mlp(p, batch["x"])
-        return _xent(logits, batch["y"]), {"correct": jnp.sum(logits.argmax(-1) == batch["y"]), "rows": logits[:, 0]}
+        return _xent(logits, batch["y"]), jnp.sum(logits.argmax(-1) == batch["y"])
 
-    def step_of(value_and_grad: Any) -> Any:
-        def step(params: Any, opt_state: Any, batch: Any) -> Any:
-            (loss, aux), grads = value_and_grad(params, batch)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            del aux["rows"]
-            return optax.apply_updates(params, updates), opt_state, {"loss": loss, **aux}
-
-        return step
-
-    params = _mlp_params()
-    step = step_of(jaxdist.value_and_grad(loss_fn, has_aux=True, microbatches=4))
-    plain = step_of(jax.value_and_grad(loss_fn, has_aux=True))
+    step = train_step(loss_fn, tx, jaxdist.value_and_grad, has_aux=True, microbatches=4)
+    plain = train_step(loss_fn, tx, has_aux=True)
     return Case("microbatches", step, (params, tx.init(params)), _vectors, plain, tolerance=1e-12)
 
 
-def clip_adamw() -> Case:
+def clip_adamw(zero: Zero) -> Case:
     """In flax's TrainState."""
-    tx = _zero(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)))
+    tx = zero(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)))
     state = TrainState.create(apply_fn=_mlp, params=_mlp_params(), tx=tx)
 
     def step(state: TrainState, batch: Any) -> Any:
@@ -204,7 +165,7 @@ def idiom(name: str, rows: int, level: int = 0, within: int | None = None) -> Ca
     return Case(name, step, state, lambda i: idioms.batch(i, rows))
 
 
-def few_examples() -> Case:
+def few_examples(zero: Zero) -> Case:
     """Beside large weights in slices, of which two are a table and three-dimensional: the examples travel."""
     rng = _rng(0)
     params = {
@@ -217,10 +178,11 @@ def few_examples() -> Case:
         x = x + jnp.tanh(x @ p["w1"] + p["b1"]) @ p["w2"]
         return jnp.mean(jnp.sin(jnp.einsum("bd,dhk->bhk", x, p["heads"])) ** 2)
 
-    return _params_case("few examples", loss_fn, params, _zero(optax.adam(1e-3)))
+    tx = zero(optax.adam(1e-3))
+    return Case("few examples", train_step(loss_fn, tx), (params, tx.init(params)), _vectors)
 
 
-CASES: dict[str, Callable[[], Case]] = {
+CASES: dict[str, Callable[[Zero], Case]] = {
     "clip_adamw": clip_adamw, "microbatches": microbatches, "few_examples": few_examples,
 }  # fmt: skip
 
