@@ -475,15 +475,9 @@ def script(folder: Path) -> Any:
     """What a training script calls."""
     tx = jaxdist.zero(optax.adam(0.1), 1)
 
-    @jaxdist.data_parallel(check_every=2)
-    def step(w: Any, opt_state: Any, key: Any, x: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_of)(w, x + jax.random.normal(key, x.shape))
-        updates, opt_state = tx.update(grads, opt_state, w)
-        w = lax.cond(loss > 0, lambda: optax.apply_updates(w, updates), lambda: w)
-        return lax.fori_loop(0, 2, lambda _, w: w * 0.99, w), opt_state, jax.random.split(key)[0], loss
-
-    w, opt_state, key, _ = step(W, optax.adam(0.1).init(W), jax.random.key(0), X)
-    *state, loss = step(w, opt_state, key, X)
+    step = jaxdist.data_parallel(train_step(loss_of, tx), check_every=2)
+    w, opt_state, _ = step(W, tx.init(W), X)
+    *state, loss = step(w, opt_state, X)
     jaxdist.check_sync(state)
     jaxdist.save(folder, state, 1)
     state = jaxdist.restore(folder, state)
