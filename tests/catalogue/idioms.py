@@ -24,7 +24,7 @@ Idiom = Callable[[Wrap], tuple[Step, tuple[Any, ...]]]
 IDIOMS: dict[str, Idiom] = {}
 """Name to a function of `wrap`, which is applied to each optimizer, giving a step ``(*state, batch) -> (*state, aux)``
 and its initial state."""
-DIVISIBLE = {"ppo_shuffled_minibatches", "gradient_accumulation", "accumulation_contrastive"}
+DIVISIBLE = {"ppo_shuffled_minibatches", "gradient_accumulation"}
 """Those that only work for batches of a multiple of 4 examples."""
 CLASSES, VOCAB, ACTIONS, TIME = 4, 16, 3, 7
 
@@ -513,23 +513,6 @@ def _one_loss(p: Any, x: Any, y: Any) -> Any:
 
 
 @idiom
-def private_vmap(wrap: Wrap) -> Any:
-    """Differential privacy: gradients of the examples by vmap, each clipped, summed, and noise."""
-    tx, params = wrap(SGD), _mlp_params(130)
-
-    def step(params: Any, opt: Any, key: Any, batch: Any) -> Any:
-        key, now = jax.random.split(key)
-        grads = jax.vmap(jax.grad(_one_loss), in_axes=(None, 0, 0))(params, batch["x"], batch["y"])
-        grads, norms = jax.vmap(lambda g: _clipped(g, 1.0))(grads)
-        keys = dict(zip(grads, jax.random.split(now, len(grads)), strict=True))
-        noisy = lambda g, key: (g.sum(axis=0) + 0.3 * jax.random.normal(key, g.shape[1:])) / g.shape[0]
-        grads = jax.tree.map(noisy, grads, keys)
-        return *_updated(tx, grads, params, opt), key, {"norms": norms, "clipped": jnp.sum(norms > 1)}
-
-    return step, (params, tx.init(params), jax.random.key(15))
-
-
-@idiom
 def private_map(wrap: Wrap) -> Any:
     """The same one example after the other, by lax.map."""
     tx, params = wrap(ADAM), _mlp_params(131)
@@ -617,30 +600,6 @@ def gradient_accumulation(wrap: Wrap) -> Any:
         return *_updated(tx, grads, params, opt), {"losses": losses, "loss": losses.mean()}
 
     return step, (params, tx.init(params))
-
-
-@idiom
-def accumulation_contrastive(wrap: Wrap) -> Any:
-    """Parts of every fourth example, each with a contrastive loss of its own and a key folded from its number."""
-    tx, params = wrap(ADAM), _mlp_params(171, outputs=5, bias=False)
-
-    def step(params: Any, opt: Any, key: Any, batch: Any) -> Any:
-        key, now = jax.random.split(key)
-        parts = jnp.swapaxes(batch["x"].reshape(-1, 4, 6), 0, 1)
-
-        def loss_fn(p: Any, i: Any, x: Any) -> Any:
-            noise = 0.1 * jax.random.normal(jax.random.fold_in(now, i), x.shape)
-            logits = _unit(_mlp(p, x)) @ _unit(_mlp(p, x + noise)).T / 0.3
-            return _xent(logits, jnp.arange(x.shape[0])).mean()
-
-        def one(i: Any, carry: Any) -> Any:
-            loss, grads = jax.value_and_grad(loss_fn)(params, i, parts[i])
-            return carry[0] + loss / 4, _axpy(0.25, grads, carry[1])
-
-        loss, grads = lax.fori_loop(0, 4, one, (0.0, jax.tree.map(jnp.zeros_like, params)))
-        return *_updated(tx, grads, params, opt), key, loss
-
-    return step, (params, tx.init(params), jax.random.key(16))
 
 
 @fitted(SGD, _mlp_params(177, outputs=CLASSES))

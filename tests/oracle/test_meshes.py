@@ -183,13 +183,6 @@ def test_whole_matrices_and_offload_under_a_model_axis(level: Any, offload: bool
     check_steps(step, (params, tx.init(params)), X, on=BOTH, plain=plain, layouts={"'a'": 1, "'b'": 0})
 
 
-def test_groups_under_a_model_axis() -> None:
-    step, plain = train_step(mlp, jaxdist.zero(ADAM, 3, within=2)), train_step(mlp, ADAM)
-    on = {"data": 4, "model": 2}
-    got = check_steps(step, (PARAMS, ADAM.init(PARAMS)), X, on=on, plain=plain, layouts=LAYOUTS)
-    assert {shard.data.size for shard in jax.tree.leaves(got)[-1].addressable_shards} == {10}
-
-
 # --- loops, branches, names
 
 

@@ -273,19 +273,6 @@ def test_no_tracer_outlives_its_trace_and_no_warning_is_made() -> None:
         check(step, W, X)
 
 
-def test_log_compiles_names_the_step_once(caplog: pytest.LogCaptureFixture) -> None:
-    def train_step(w: Any, x: Any) -> Any:
-        return sgd(w, x)[0]
-
-    step = jaxdist.data_parallel(train_step)
-    with jax.log_compiles():
-        w = step(W, X)
-        assert sum("train_step" in m for m in caplog.messages if m.startswith("Compiling")) == 1
-        caplog.clear()
-        step(w, X)
-    assert not caplog.records
-
-
 # --- what is finite
 
 
