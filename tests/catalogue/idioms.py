@@ -351,15 +351,6 @@ def topk_hard_mining(p: Any, batch: Any) -> Any:
     return hardest.mean(), {"which": which}
 
 
-@fitted(ADAM, _mlp_params(51, bias=False))
-def listwise_ranking(p: Any, batch: Any) -> Any:
-    """The likelihood of the batch's order by reward: argsort, then a cumulative logsumexp."""
-    order = jnp.argsort(-batch["reward"])
-    scores = _mlp(p, batch["x"])[order, 0]
-    below = lax.cumlogsumexp(scores, reverse=True)
-    return jnp.mean(below - scores), {"order": order}
-
-
 @idiom
 def moco_queue(wrap: Wrap) -> Any:
     """Keys of a slow encoder go into a queue that is state; the oldest fall out."""
@@ -380,20 +371,6 @@ def moco_queue(wrap: Wrap) -> Any:
         return *_updated(tx, grads, fast, opt), slow, queue, loss
 
     return step, (fast, tx.init(fast), _mlp_params(57, outputs=5, bias=False), queue)
-
-
-@fitted(ADAMW, {"policy": _mlp_params(70, outputs=ACTIONS), "value": _mlp_params(71)})
-def ppo_advantage_normalised(p: Any, batch: Any) -> Any:
-    """Advantages standardised over the batch, clipped ratios, entropy; the share clipped and the KL go out."""
-    advantage = batch["advantage"]
-    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-    logp = jax.nn.log_softmax(_mlp(p["policy"], batch["x"]))
-    ratio = jnp.exp(jnp.take_along_axis(logp, batch["action"][:, None], axis=1)[:, 0] - batch["logp"])
-    gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage).mean()
-    value = jnp.mean((_mlp(p["value"], batch["x"])[:, 0] - batch["reward"]) ** 2)
-    entropy = -jnp.sum(jnp.exp(logp) * logp, axis=1).mean()
-    clipped = jnp.mean(jnp.abs(ratio - 1) > 0.2, dtype=jnp.float64)
-    return value / 2 - gain - 0.01 * entropy, {"clipped": clipped, "kl": jnp.mean(-jnp.log(ratio))}
 
 
 @idiom

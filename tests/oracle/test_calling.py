@@ -158,6 +158,8 @@ CALLS: dict[str, Call] = {
     "a queue": Call(
         lambda p, q, x: (moved(p, x.mean()), jnp.concatenate([x, q])[:32]), (TREE, np.ones((32, 4)), X), "x"),
     # One array as the state.
+    "two arguments": Call(lambda w, x, y: w - jax.grad(loss_of)(w, x, y), (W, X, Y), "x y"),
+    "the batch before an array": Call(lambda x, w: w - jax.grad(loss_of)(w, x), (X, W), "x"),
     "a raw key": Call(
         lambda w, x, k: w - loss_of(w, x + jax.random.normal(k, x.shape)), (W, X, jax.random.PRNGKey(0)), "x"),
     "two lengths": Call(descent(lambda w, real, z: loss_of(w, real) + loss_of(w, z)), (W, X, Z), "batch[1]"),
