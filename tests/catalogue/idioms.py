@@ -144,20 +144,6 @@ def _axpy(scale: Any, x: Any, y: Any) -> Any:
 _xent = optax.softmax_cross_entropy_with_integer_labels
 
 
-def _conv(x: Any, kernel: Any, stride: int = 1) -> Any:
-    return lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-
-
-def _classify(p: Any, image: Any) -> Any:
-    """Logits of a small network with one convolution, which begins at every second pixel."""
-    h = jnp.tanh(_conv(image, p["conv"], stride=2) + p["bias"])
-    return h.mean(axis=(1, 2)) @ p["head"] + p["out"]
-
-
-def _classifier(seed: int) -> dict[str, Any]:
-    return _params(seed, conv=(3, 3, 2, 5), bias=(5,), head=(5, CLASSES), out=(CLASSES,))
-
-
 @idiom
 def cnn_batchnorm(wrap: Wrap) -> Any:
     """Convolution, batch norm with running statistics, max pooling; the statistics are state."""
@@ -165,7 +151,9 @@ def cnn_batchnorm(wrap: Wrap) -> Any:
     params = {**_params(1, conv=(3, 3, 2, 6), shift=(6,), head=(6, CLASSES), out=(CLASSES,)), "scale": jnp.ones(6)}
 
     def loss_fn(p: Any, stats: Any, batch: Any) -> Any:
-        h = _conv(batch["image"], p["conv"])
+        h = lax.conv_general_dilated(
+            batch["image"], p["conv"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
         mean, var = h.mean(axis=(0, 1, 2)), h.var(axis=(0, 1, 2))
         stats = {"mean": 0.9 * stats["mean"] + 0.1 * mean, "var": 0.9 * stats["var"] + 0.1 * var}
         h = jax.nn.relu((h - mean) * lax.rsqrt(var + 1e-5) * p["scale"] + p["shift"])
@@ -221,15 +209,6 @@ def per_example_seeds(p: Any, batch: Any) -> Any:
     return jnp.mean((_mlp(p, batch["x"] + 0.2 * noise) - batch["y"]) ** 2), {"noise": noise[:, 0]}
 
 
-@fitted(ADAM, _classifier(6))
-def mixup_reverse(p: Any, key: Any, batch: Any) -> Any:
-    """Mixup with the batch in reverse order."""
-    mix = jax.random.uniform(key, (), minval=0.2, maxval=0.9)
-    logits = _classify(p, mix * batch["image"] + (1 - mix) * batch["image"][::-1])
-    losses = mix * _xent(logits, batch["label"]) + (1 - mix) * _xent(logits, batch["label"][::-1])
-    return losses.mean(), {"mix": mix}
-
-
 @fitted(ADAMW, _mlp_params(7))
 def mixup_permutation(p: Any, key: Any, batch: Any) -> Any:
     """Mixup with a random permutation, and a weight for each example."""
@@ -266,20 +245,6 @@ def _blocks(seed: int, *layers: int) -> dict[str, Any]:
 
 
 _CAUSAL = np.tril(np.ones((TIME - 1, TIME - 1), bool))
-
-
-_EMBEDDED = _params(20, embedding=(VOCAB, 8), position=(TIME - 1, 8), head=(8, VOCAB))
-
-
-@fitted(ADAMW, {**_EMBEDDED, "layers": [_blocks(21), _blocks(22)]})
-def transformer(p: Any, batch: Any) -> Any:
-    """Two layers one after the other, next-token loss of every position."""
-    tokens = batch["tokens"]
-    h = p["embedding"][tokens[:, :-1]] * 2 + p["position"]
-    for layer in p["layers"]:
-        h = _block(layer, h, _CAUSAL)
-    losses = _xent(h @ p["head"], tokens[:, 1:])
-    return losses.mean(), {"perplexity": jnp.exp(losses.mean()), "by_position": losses.mean(axis=0)}
 
 
 @fitted(ADAM, {**_params(23, embedding=(VOCAB, 8), position=(TIME - 1, 8)), "layers": _blocks(24, 2)})

@@ -158,6 +158,8 @@ CALLS: dict[str, Call] = {
     "a queue": Call(
         lambda p, q, x: (moved(p, x.mean()), jnp.concatenate([x, q])[:32]), (TREE, np.ones((32, 4)), X), "x"),
     # One array as the state.
+    "a key": Call(lambda w, x, key: w - loss_of(w, x + jax.random.normal(key, x.shape)), (W, X, KEY), "x"),
+    "a target": Call(lambda w, t, x: (w - 0.1 * jax.grad(loss_of)(w, x), 0.9 * t + 0.1 * w), (W, W, X), "x"),
     "two arguments": Call(lambda w, x, y: w - jax.grad(loss_of)(w, x, y), (W, X, Y), "x y"),
     "the batch before an array": Call(lambda x, w: w - jax.grad(loss_of)(w, x), (X, W), "x"),
     "a raw key": Call(
