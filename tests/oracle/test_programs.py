@@ -54,7 +54,7 @@ def test_operations(way: tuple[int, int], names: tuple[str, ...], caplog: pytest
 @pytest.mark.parametrize("names", groups(flows.FLOWS, 1 if FULL else 12), ids=lambda names: names[0])
 def test_control_flow(names: tuple[str, ...]) -> None:
     k = list(flows.FLOWS).index(names[0]) // len(names)
-    devices, rows = [(4, 5), (2, 8), (3, 8), (8, 16)][k % 4]
+    devices, rows = [(4, 5), (3, 8), (2, 7), (8, 16)][k % 4]
     x = np.random.default_rng(0).normal(size=(rows, 6))
     check(lambda w, x: {name: flows.FLOWS[name](w, x) for name in names}, flows.W, x, on=devices)
 
