@@ -35,7 +35,9 @@ def operations_by_way() -> Iterator[Any]:
     found: dict[tuple[tuple[int, int], bool], list[str]] = {}
     for i, name in enumerate(operations.OPERATIONS):
         for k, ways in enumerate((EVEN, ODD)):
-            quick = k == (1 if name.startswith("reduce") else i % 2 if name.startswith("shape") else bool(i % 3))
+            quick = k == (
+                1 if name.startswith(("reduce", "other")) else i % 2 if name.startswith("shape") else bool(i % 3)
+            )
             if quick or name.startswith(("shape", "reduce")):
                 found.setdefault((ways[i % len(ways)], quick), []).append(name)
     for (way, quick), all_names in found.items():
