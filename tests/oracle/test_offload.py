@@ -136,15 +136,3 @@ def test_ordered_effects_are_refused() -> None:
 
     with raises(jaxdist.StepError, "ordered=True"):
         decorated(printing, 1)(*START, X)
-
-
-@pytest.mark.parametrize("devices", [1, 4])
-def test_what_xla_is_told(devices: int) -> None:
-    """The optimizer's state comes and goes in the host's memory."""
-    step = decorated(step_of(3), devices, bucket_bytes=0)
-    *state, _ = step(*START, X)
-    text = step.lower(*state, X).as_text()
-    count = len([x for x in jax.tree.leaves(state[1]) if x.ndim])
-    main = next(line for line in text.splitlines() if "@main" in line)
-    taken, given = main.split(") -> (")
-    assert taken.count('mhlo.memory_kind = "pinned_host"') == given.count('mhlo.memory_kind = "pinned_host"') == count
