@@ -89,7 +89,6 @@ def batch(i: int, size: int) -> dict[str, np.ndarray]:
     return {
         "x": x,
         "x2": x + 0.3 * rng.normal(size=x.shape),
-        "next_x": 0.8 * x + 0.4 * rng.normal(size=x.shape),
         "y": scale * (np.sin(x[:, :1] + x[:, 1:2]) + 0.2 * rng.normal(size=(size, 1))),
         "label": rng.choice(CLASSES, size=size, p=[0.4, 0.3, 0.2, 0.1]).astype(np.int32),
         "image": rng.normal(size=(size, 8, 8, 2)) * (0.6 + 0.8 * ramp[:, None, None, None]),
@@ -100,7 +99,6 @@ def batch(i: int, size: int) -> dict[str, np.ndarray]:
         "group": (rng.uniform(size=size) < 0.2 + 0.6 * ramp).astype(np.int32),
         "neighbour": rng.integers(0, size, size=(size, 2)).astype(np.int32),
         "action": rng.integers(0, ACTIONS, size=size).astype(np.int32),
-        "reward": rng.normal(size=size) + np.tanh(x[:, 2]),
         "rewards": rng.normal(size=(size, 5)) + ramp[:, None],
         "done": rng.uniform(size=size) < 0.2,
         "logp": -1.1 + 0.1 * rng.normal(size=size),
@@ -368,25 +366,6 @@ def ppo_shuffled_minibatches(wrap: Wrap) -> Any:
     return step, (params, tx.init(params), jax.random.key(9))
 
 
-@fitted(ADAMW, {"policy": _mlp_params(77, outputs=ACTIONS), "value": _mlp_params(78)})
-def gae_rollout(p: Any, batch: Any) -> Any:
-    """The batch is one rollout: advantages by a reverse lax.scan along the batch."""
-    value, ahead = _mlp(p["value"], batch["x"])[:, 0], _mlp(p["value"], batch["next_x"])[:, 0]
-    on = 1.0 - batch["done"]
-    delta = batch["reward"] + 0.9 * on * ahead - value
-
-    def back(later: Any, now: Any) -> Any:
-        delta, on = now
-        later = delta + 0.9 * 0.95 * on * later
-        return later, later
-
-    _, advantage = lax.scan(back, jnp.zeros(()), (delta, on), reverse=True)
-    advantage = lax.stop_gradient(advantage)
-    policy = jnp.mean(advantage * _xent(_mlp(p["policy"], batch["x"]), batch["action"]))
-    returns = advantage + lax.stop_gradient(value)
-    return policy + jnp.mean((value - returns) ** 2), {"advantage": advantage}
-
-
 @idiom
 def gan_concatenated(wrap: Wrap) -> Any:
     """Real and fake examples in one batch for the discriminator, which also sees the batch's spread."""
@@ -504,13 +483,6 @@ def spearman_double_argsort(p: Any, batch: Any) -> Any:
     a, b = ranks(out), ranks(y)
     spearman = 1 - 6 * jnp.sum((a - b) ** 2) / (a.size * (a.size**2 - 1))
     return jnp.mean((b + 1) / b.size * (out - y) ** 2), {"ranks": a, "spearman": spearman}
-
-
-@fitted(ADAM, _mlp_params(156, outputs=CLASSES))
-def tilted_loss(p: Any, batch: Any) -> Any:
-    """A logsumexp over the batch between the mean and the largest loss."""
-    losses = _xent(_mlp(p, batch["x"]), batch["label"])
-    return jax.nn.logsumexp(2 * losses, b=1 / losses.size) / 2, {"share": jax.nn.softmax(2 * losses)}
 
 
 @fitted(ADAM, _params(161, own=(6, 8), near=(6, 8), far=(8, 8), head=(8, CLASSES)))
