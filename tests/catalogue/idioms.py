@@ -24,7 +24,7 @@ Idiom = Callable[[Wrap], tuple[Step, tuple[Any, ...]]]
 IDIOMS: dict[str, Idiom] = {}
 """Name to a function of `wrap`, which is applied to each optimizer, giving a step ``(*state, batch) -> (*state, aux)``
 and its initial state."""
-DIVISIBLE = {"ppo_shuffled_minibatches", "gradient_accumulation", "accumulation_contrastive"}
+DIVISIBLE = {"ppo_shuffled_minibatches", "gradient_accumulation"}
 """Those that only work for batches of a multiple of 4 examples."""
 CLASSES, VOCAB, ACTIONS, TIME = 4, 16, 3, 7
 
@@ -89,7 +89,6 @@ def batch(i: int, size: int) -> dict[str, np.ndarray]:
     return {
         "x": x,
         "x2": x + 0.3 * rng.normal(size=x.shape),
-        "next_x": 0.8 * x + 0.4 * rng.normal(size=x.shape),
         "y": scale * (np.sin(x[:, :1] + x[:, 1:2]) + 0.2 * rng.normal(size=(size, 1))),
         "label": rng.choice(CLASSES, size=size, p=[0.4, 0.3, 0.2, 0.1]).astype(np.int32),
         "image": rng.normal(size=(size, 8, 8, 2)) * (0.6 + 0.8 * ramp[:, None, None, None]),
@@ -100,7 +99,6 @@ def batch(i: int, size: int) -> dict[str, np.ndarray]:
         "group": (rng.uniform(size=size) < 0.2 + 0.6 * ramp).astype(np.int32),
         "neighbour": rng.integers(0, size, size=(size, 2)).astype(np.int32),
         "action": rng.integers(0, ACTIONS, size=size).astype(np.int32),
-        "reward": rng.normal(size=size) + np.tanh(x[:, 2]),
         "rewards": rng.normal(size=(size, 5)) + ramp[:, None],
         "done": rng.uniform(size=size) < 0.2,
         "logp": -1.1 + 0.1 * rng.normal(size=size),
@@ -144,22 +142,6 @@ def _axpy(scale: Any, x: Any, y: Any) -> Any:
 _xent = optax.softmax_cross_entropy_with_integer_labels
 
 
-def _conv(x: Any, kernel: Any, stride: int = 1, groups: int = 1) -> Any:
-    return lax.conv_general_dilated(
-        x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
-    )
-
-
-def _classify(p: Any, image: Any) -> Any:
-    """Logits of a small network with one convolution, which begins at every second pixel."""
-    h = jnp.tanh(_conv(image, p["conv"], stride=2) + p["bias"])
-    return h.mean(axis=(1, 2)) @ p["head"] + p["out"]
-
-
-def _classifier(seed: int) -> dict[str, Any]:
-    return _params(seed, conv=(3, 3, 2, 5), bias=(5,), head=(5, CLASSES), out=(CLASSES,))
-
-
 @idiom
 def cnn_batchnorm(wrap: Wrap) -> Any:
     """Convolution, batch norm with running statistics, max pooling; the statistics are state."""
@@ -167,7 +149,9 @@ def cnn_batchnorm(wrap: Wrap) -> Any:
     params = {**_params(1, conv=(3, 3, 2, 6), shift=(6,), head=(6, CLASSES), out=(CLASSES,)), "scale": jnp.ones(6)}
 
     def loss_fn(p: Any, stats: Any, batch: Any) -> Any:
-        h = _conv(batch["image"], p["conv"])
+        h = lax.conv_general_dilated(
+            batch["image"], p["conv"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
         mean, var = h.mean(axis=(0, 1, 2)), h.var(axis=(0, 1, 2))
         stats = {"mean": 0.9 * stats["mean"] + 0.1 * mean, "var": 0.9 * stats["var"] + 0.1 * var}
         h = jax.nn.relu((h - mean) * lax.rsqrt(var + 1e-5) * p["scale"] + p["shift"])
@@ -216,34 +200,11 @@ def flax_batchnorm_dropout(wrap: Wrap) -> Any:
     return step, (params, tx.init(params), stats, jax.random.key(3))
 
 
-@fitted(SGD, _params(2, depth=(3, 3, 1, 8), point=(1, 1, 8, 4), scale=(4,), head=(4, CLASSES)))
-def depthwise_conv(p: Any, batch: Any) -> Any:
-    """Depthwise and pointwise convolutions with group norm and average pooling."""
-    h = _conv(batch["image"], p["depth"], groups=2)
-    h = jnp.tanh(_conv(h, p["point"]))
-    groups = h.reshape(*h.shape[:3], 2, 2)
-    mean = groups.mean(axis=(1, 2, 4), keepdims=True)
-    var = groups.var(axis=(1, 2, 4), keepdims=True)
-    h = ((groups - mean) * lax.rsqrt(var + 1e-3)).reshape(h.shape) * (1 + p["scale"])
-    h = lax.reduce_window(jax.nn.gelu(h), 0.0, lax.add, (1, 4, 4, 1), (1, 4, 4, 1), "VALID") / 16
-    losses = _xent(h.mean(axis=(1, 2)) @ p["head"], batch["label"])
-    return losses.mean(), {"losses": losses}
-
-
 @fitted(ADAM, _mlp_params(5))
 def per_example_seeds(p: Any, batch: Any) -> Any:
     """The batch brings seeds, from which each example has a key of its own."""
     noise = jax.vmap(lambda seed: jax.random.normal(jax.random.key(seed), (6,)))(batch["seed"])
     return jnp.mean((_mlp(p, batch["x"] + 0.2 * noise) - batch["y"]) ** 2), {"noise": noise[:, 0]}
-
-
-@fitted(ADAM, _classifier(6))
-def mixup_reverse(p: Any, key: Any, batch: Any) -> Any:
-    """Mixup with the batch in reverse order."""
-    mix = jax.random.uniform(key, (), minval=0.2, maxval=0.9)
-    logits = _classify(p, mix * batch["image"] + (1 - mix) * batch["image"][::-1])
-    losses = mix * _xent(logits, batch["label"]) + (1 - mix) * _xent(logits, batch["label"][::-1])
-    return losses.mean(), {"mix": mix}
 
 
 @fitted(ADAMW, _mlp_params(7))
@@ -256,16 +217,6 @@ def mixup_permutation(p: Any, key: Any, batch: Any) -> Any:
     x = mix * batch["x"] + (1 - mix) * batch["x"][order]
     y = mix * batch["y"] + (1 - mix) * jnp.take(batch["y"], order, axis=0)
     return jnp.mean((_mlp(p, x) - y) ** 2), {"order": order}
-
-
-@fitted(ADAMW, _params(11, patch=(8, 8), token=(8,), mix=(8, 8), head=(8, CLASSES)))
-def patches_class_token(p: Any, batch: Any) -> Any:
-    """Images cut into patches, and a learnt token put before each image's."""
-    size = batch["image"].shape[0]
-    patches = batch["image"].reshape(size, 4, 2, 4, 2, 2).transpose(0, 1, 3, 2, 4, 5).reshape(size, 16, 8)
-    h = jnp.concatenate([jnp.broadcast_to(p["token"], (size, 1, 8)), patches @ p["patch"]], axis=1)
-    weights = jax.nn.softmax(jnp.einsum("btd,de,bse->bts", h, p["mix"], h) / 3)
-    return _xent((h + weights @ h)[:, 0] @ p["head"], batch["label"]).mean(), {}
 
 
 def _layer_norm(x: Any, scale: Any) -> Any:
@@ -292,20 +243,6 @@ def _blocks(seed: int, *layers: int) -> dict[str, Any]:
 
 
 _CAUSAL = np.tril(np.ones((TIME - 1, TIME - 1), bool))
-
-
-_EMBEDDED = _params(20, embedding=(VOCAB, 8), position=(TIME - 1, 8), head=(8, VOCAB))
-
-
-@fitted(ADAMW, {**_EMBEDDED, "layers": [_blocks(21), _blocks(22)]})
-def transformer(p: Any, batch: Any) -> Any:
-    """Two layers one after the other, next-token loss of every position."""
-    tokens = batch["tokens"]
-    h = p["embedding"][tokens[:, :-1]] * 2 + p["position"]
-    for layer in p["layers"]:
-        h = _block(layer, h, _CAUSAL)
-    losses = _xent(h @ p["head"], tokens[:, 1:])
-    return losses.mean(), {"perplexity": jnp.exp(losses.mean()), "by_position": losses.mean(axis=0)}
 
 
 @fitted(ADAM, {**_params(23, embedding=(VOCAB, 8), position=(TIME - 1, 8)), "layers": _blocks(24, 2)})
@@ -369,59 +306,12 @@ def simclr(p: Any, batch: Any) -> Any:
     return _xent(logits, (jnp.arange(2 * size) + size) % (2 * size)).mean(), {"first": logits[0, 1:3]}
 
 
-@fitted(ADAM, _mlp_params(47, outputs=5, bias=False))
-def vicreg(p: Any, batch: Any) -> Any:
-    """Variance, invariance and covariance of two views."""
-    a, b = _mlp(p, batch["x"]), _mlp(p, batch["x2"])
-    spread = covariance = 0.0
-    for z in (a, b):
-        z = z - z.mean(axis=0)
-        spread += jnp.mean(jax.nn.relu(2.0 - jnp.sqrt(z.var(axis=0) + 1e-4)))
-        cov = z.T @ z / (z.shape[0] - 1)
-        covariance += jnp.sum((cov - jnp.diag(jnp.diag(cov))) ** 2) / z.shape[1]
-    invariance = jnp.mean((a - b) ** 2)
-    return invariance + spread + 0.1 * covariance, {"parts": (invariance, spread, covariance)}
-
-
-def _squared_distances(a: Any, b: Any) -> Any:
-    return jnp.sum((a[:, None] - b[None]) ** 2, axis=-1)
-
-
 @fitted(ADAM, _mlp_params(50, outputs=CLASSES))
 def topk_hard_mining(p: Any, batch: Any) -> Any:
     """Only the third of the examples with the largest losses counts."""
     losses = _xent(_mlp(p, batch["x"]), batch["label"])
     hardest, which = lax.top_k(losses, losses.size // 3)
     return hardest.mean(), {"which": which}
-
-
-@fitted(ADAM, _mlp_params(51, bias=False))
-def listwise_ranking(p: Any, batch: Any) -> Any:
-    """The likelihood of the batch's order by reward: argsort, then a cumulative logsumexp."""
-    order = jnp.argsort(-batch["reward"])
-    scores = _mlp(p, batch["x"])[order, 0]
-    below = lax.cumlogsumexp(scores, reverse=True)
-    return jnp.mean(below - scores), {"order": order}
-
-
-@fitted(SGD, _mlp_params(52, bias=False))
-def pairwise_ranking(p: Any, batch: Any) -> Any:
-    """Every pair of examples of different rewards."""
-    scores = _mlp(p, batch["x"])[:, 0]
-    better = batch["reward"][:, None] > batch["reward"]
-    margin = scores[:, None] - scores
-    loss = jnp.sum(jax.nn.softplus(-margin) * better) / jnp.sum(better)
-    return loss, {"auc": jnp.sum((margin > 0) & better) / jnp.sum(better)}
-
-
-@fitted(ADAM, _mlp_params(54, outputs=4, bias=False))
-def nearest_neighbour(p: Any, batch: Any) -> Any:
-    """Each example's two nearest others are pulled towards it; everything else pushed off."""
-    z = _mlp(p, batch["x"])
-    distance = _squared_distances(z, z) + 1e6 * jnp.eye(z.shape[0])
-    _, index = lax.top_k(-distance, 2)
-    near = jnp.mean((z[:, None] - z[index]) ** 2)
-    return near + jnp.mean(jnp.exp(-distance)), {"index": index}
 
 
 @idiom
@@ -444,31 +334,6 @@ def moco_queue(wrap: Wrap) -> Any:
         return *_updated(tx, grads, fast, opt), slow, queue, loss
 
     return step, (fast, tx.init(fast), _mlp_params(57, outputs=5, bias=False), queue)
-
-
-@fitted(ADAM, _mlp_params(63, inputs=4, outputs=6))
-def mmd_median_kernel(p: Any, key: Any, batch: Any) -> Any:
-    """Maximum mean discrepancy of a generator's samples, the kernel's width the median distance."""
-    fake = _mlp(p, jax.random.normal(key, (batch["x"].shape[0], 4)))
-    both = jnp.concatenate([batch["x"], fake])
-    distance = _squared_distances(both, both)
-    kernel = jnp.exp(-distance / lax.stop_gradient(jnp.median(distance)))
-    sign = jnp.where(jnp.arange(both.shape[0]) < fake.shape[0], 1.0, -1.0)
-    return sign @ kernel @ sign / fake.shape[0] ** 2, {"width": jnp.median(distance)}
-
-
-@fitted(ADAMW, {"policy": _mlp_params(70, outputs=ACTIONS), "value": _mlp_params(71)})
-def ppo_advantage_normalised(p: Any, batch: Any) -> Any:
-    """Advantages standardised over the batch, clipped ratios, entropy; the share clipped and the KL go out."""
-    advantage = batch["advantage"]
-    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-    logp = jax.nn.log_softmax(_mlp(p["policy"], batch["x"]))
-    ratio = jnp.exp(jnp.take_along_axis(logp, batch["action"][:, None], axis=1)[:, 0] - batch["logp"])
-    gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage).mean()
-    value = jnp.mean((_mlp(p["value"], batch["x"])[:, 0] - batch["reward"]) ** 2)
-    entropy = -jnp.sum(jnp.exp(logp) * logp, axis=1).mean()
-    clipped = jnp.mean(jnp.abs(ratio - 1) > 0.2, dtype=jnp.float64)
-    return value / 2 - gain - 0.01 * entropy, {"clipped": clipped, "kl": jnp.mean(-jnp.log(ratio))}
 
 
 @idiom
@@ -499,25 +364,6 @@ def ppo_shuffled_minibatches(wrap: Wrap) -> Any:
         return params, opt, key, losses
 
     return step, (params, tx.init(params), jax.random.key(9))
-
-
-@fitted(ADAMW, {"policy": _mlp_params(77, outputs=ACTIONS), "value": _mlp_params(78)})
-def gae_rollout(p: Any, batch: Any) -> Any:
-    """The batch is one rollout: advantages by a reverse lax.scan along the batch."""
-    value, ahead = _mlp(p["value"], batch["x"])[:, 0], _mlp(p["value"], batch["next_x"])[:, 0]
-    on = 1.0 - batch["done"]
-    delta = batch["reward"] + 0.9 * on * ahead - value
-
-    def back(later: Any, now: Any) -> Any:
-        delta, on = now
-        later = delta + 0.9 * 0.95 * on * later
-        return later, later
-
-    _, advantage = lax.scan(back, jnp.zeros(()), (delta, on), reverse=True)
-    advantage = lax.stop_gradient(advantage)
-    policy = jnp.mean(advantage * _xent(_mlp(p["policy"], batch["x"]), batch["action"]))
-    returns = advantage + lax.stop_gradient(value)
-    return policy + jnp.mean((value - returns) ** 2), {"advantage": advantage}
 
 
 @idiom
@@ -556,22 +402,6 @@ def _experts(seed: int) -> dict[str, Any]:
     return _params(seed, gate=(6, 4), wide=(4, 6, 5), narrow=(4, 5, 1))
 
 
-@fitted(ADAM, _experts(120))
-def moe_top1_capacity(p: Any, batch: Any) -> Any:
-    """Each example goes to one expert, if there is room: places are counted by cumsum along the batch."""
-    x = batch["x"]
-    gates = jax.nn.softmax(x @ p["gate"])
-    chosen = jax.nn.one_hot(gates.argmax(axis=1), 4, dtype=jnp.float64)
-    place = (jnp.cumsum(chosen, axis=0) * chosen).sum(axis=1).astype(int) - 1
-    room = -(-x.shape[0] // 4)
-    send = chosen[:, :, None] * jax.nn.one_hot(place, room, dtype=jnp.float64)[:, None]
-    h = jnp.tanh(jnp.einsum("bec,bd,edh->ech", send, x, p["wide"]))
-    out = jnp.einsum("bec,be,ech,eho->bo", send, gates, h, p["narrow"])
-    balance = 4 * jnp.sum(chosen.mean(axis=0) * gates.mean(axis=0))
-    aux = {"balance": balance, "dropped": jnp.sum(place >= room), "load": chosen.sum(axis=0)}
-    return jnp.mean((out - batch["y"]) ** 2) + 0.1 * balance, aux
-
-
 @fitted(SGD, _experts(122))
 def moe_expert_choice(p: Any, batch: Any) -> Any:
     """Each expert takes the examples it scores highest, by top_k over the batch."""
@@ -604,23 +434,6 @@ def _one_loss(p: Any, x: Any, y: Any) -> Any:
 
 
 @idiom
-def private_vmap(wrap: Wrap) -> Any:
-    """Differential privacy: gradients of the examples by vmap, each clipped, summed, and noise."""
-    tx, params = wrap(SGD), _mlp_params(130)
-
-    def step(params: Any, opt: Any, key: Any, batch: Any) -> Any:
-        key, now = jax.random.split(key)
-        grads = jax.vmap(jax.grad(_one_loss), in_axes=(None, 0, 0))(params, batch["x"], batch["y"])
-        grads, norms = jax.vmap(lambda g: _clipped(g, 1.0))(grads)
-        keys = dict(zip(grads, jax.random.split(now, len(grads)), strict=True))
-        noisy = lambda g, key: (g.sum(axis=0) + 0.3 * jax.random.normal(key, g.shape[1:])) / g.shape[0]
-        grads = jax.tree.map(noisy, grads, keys)
-        return *_updated(tx, grads, params, opt), key, {"norms": norms, "clipped": jnp.sum(norms > 1)}
-
-    return step, (params, tx.init(params), jax.random.key(15))
-
-
-@idiom
 def private_map(wrap: Wrap) -> Any:
     """The same one example after the other, by lax.map."""
     tx, params = wrap(ADAM), _mlp_params(131)
@@ -632,19 +445,6 @@ def private_map(wrap: Wrap) -> Any:
         return *_updated(tx, grads, params, opt), {"median": jnp.median(norms), "largest": norms.max()}
 
     return step, (params, tx.init(params))
-
-
-@fitted(ADAM, _mlp_params(132, inputs=2))
-def maml(p: Any, batch: Any) -> Any:
-    """Each example is a task: an inner gradient step on its first times, the loss on its last."""
-
-    def task(p: Any, series: Any) -> Any:
-        loss = lambda p, part: jnp.mean((_mlp(p, part[:, :2]) - part[:, 2:]) ** 2)
-        adapted = _axpy(-0.05, jax.grad(loss)(p, series[:3]), p)
-        return loss(adapted, series[3:])
-
-    losses = jax.vmap(task, in_axes=(None, 0))(p, batch["series"])
-    return losses.mean(), {"losses": losses}
 
 
 @fitted(ADAM, _mlp_params(140))
@@ -665,20 +465,6 @@ def quantile_clipping(p: Any, batch: Any) -> Any:
     return jnp.minimum(losses, limit).mean(), {"limit": limit, "spread": spread}
 
 
-@idiom
-def examples_seen_schedule(wrap: Wrap) -> Any:
-    """No optimizer: the rate falls with the examples seen, which the state counts by the batch's shape."""
-    del wrap
-
-    def step(params: Any, seen: Any, batch: Any) -> Any:
-        seen = seen + batch["x"].shape[0]
-        rate = 0.2 / jnp.sqrt(1 + seen / 16)
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((_mlp(p, batch["x"]) - batch["y"]) ** 2))(params)
-        return _axpy(-rate, grads, params), seen, {"loss": loss, "rate": rate, "last": batch["id"].max()}
-
-    return step, (_mlp_params(146), jnp.zeros((), int))
-
-
 @fitted(ADAM, {"net": _mlp_params(149, outputs=3, bias=False), "out": _params(150, w=(3, 1))["w"]})
 def whitening_cholesky(p: Any, batch: Any) -> Any:
     """Features made uncorrelated over the batch by a triangular solve."""
@@ -689,23 +475,6 @@ def whitening_cholesky(p: Any, batch: Any) -> Any:
     return jnp.mean((white @ p["out"] - batch["y"]) ** 2), {"factor": factor}
 
 
-@fitted(ADAM, _mlp_params(151, outputs=3, bias=False))
-def covariance_eigh(p: Any, batch: Any) -> Any:
-    """A loss of the eigenvalues of the features' covariance."""
-    cov = jnp.cov(_mlp(p, batch["x"]), rowvar=False)
-    values, vectors = jnp.linalg.eigh(cov + 0.2 * jnp.eye(3))
-    return jnp.sum(jnp.log(values) ** 2), {"values": values, "main": vectors[:, -1] ** 2}
-
-
-@fitted(SGD, _mlp_params(152))
-def concordance_loss(p: Any, batch: Any) -> Any:
-    """One minus the concordance correlation, plus the root of the mean squared error."""
-    a, b = _mlp(p, batch["x"])[:, 0], batch["y"][:, 0]
-    covariance = jnp.mean((a - a.mean()) * (b - b.mean()))
-    ccc = 2 * covariance / (a.var() + b.var() + (a.mean() - b.mean()) ** 2)
-    return 1 - ccc + jnp.sqrt(jnp.mean((a - b) ** 2)), {"ccc": ccc}
-
-
 @fitted(ADAM, _mlp_params(153))
 def spearman_double_argsort(p: Any, batch: Any) -> Any:
     """Ranks by argsort of argsort: of targets as weights, of predictions for a rank correlation."""
@@ -714,22 +483,6 @@ def spearman_double_argsort(p: Any, batch: Any) -> Any:
     a, b = ranks(out), ranks(y)
     spearman = 1 - 6 * jnp.sum((a - b) ** 2) / (a.size * (a.size**2 - 1))
     return jnp.mean((b + 1) / b.size * (out - y) ** 2), {"ranks": a, "spearman": spearman}
-
-
-@fitted(ADAM, _mlp_params(156, outputs=CLASSES))
-def tilted_loss(p: Any, batch: Any) -> Any:
-    """A logsumexp over the batch between the mean and the largest loss."""
-    losses = _xent(_mlp(p, batch["x"]), batch["label"])
-    return jax.nn.logsumexp(2 * losses, b=1 / losses.size) / 2, {"share": jax.nn.softmax(2 * losses)}
-
-
-@fitted(ADAM, _mlp_params(158))
-def scaled_by_largest(p: Any, batch: Any) -> Any:
-    """Features divided by the largest of the batch, targets standardised."""
-    h = jnp.tanh(batch["x"] / jnp.abs(batch["x"]).max() @ p["w1"] + p["b1"])
-    h = h / jnp.max(jnp.linalg.norm(h, axis=1))
-    y = (batch["y"] - batch["y"].mean()) / batch["y"].std(ddof=1)
-    return jnp.mean((h @ p["w2"] + p["b2"] - y) ** 2), {}
 
 
 @fitted(ADAM, _params(161, own=(6, 8), near=(6, 8), far=(8, 8), head=(8, CLASSES)))
@@ -743,52 +496,6 @@ def graph_messages(p: Any, batch: Any) -> Any:
     pooled = jax.ops.segment_max(h, batch["group"], 2, indices_are_sorted=False)
     pooled = jnp.where(jnp.isfinite(pooled), pooled, 0.0)
     return _xent((h + pooled[batch["group"]]) @ p["head"], batch["label"]).mean(), {"degree": degree}
-
-
-@fitted(SGD, _mlp_params(162))
-def consecutive_differences(p: Any, batch: Any) -> Any:
-    """Neighbours in the batch: slices shifted by one, and a moving average along it."""
-    z = _mlp(p, batch["x"])
-    change = z[1:] - z[:-1]
-    smooth = jnp.convolve(z[:, 0], jnp.array([0.25, 0.5, 0.25]), mode="same")
-    return jnp.mean((change - jnp.diff(batch["y"], axis=0)) ** 2) + jnp.mean((smooth - batch["reward"]) ** 2), {}
-
-
-@idiom
-def train_validation_split(wrap: Wrap) -> Any:
-    """The last quarter is kept for validation; the best parameters so far are state."""
-    tx, params = wrap(ADAM), _mlp_params(163)
-
-    def step(params: Any, opt: Any, best: Any, batch: Any) -> Any:
-        cut = batch["x"].shape[0] - batch["x"].shape[0] // 4
-        loss_fn = lambda p, part: jnp.mean((_mlp(p, batch["x"][part]) - jnp.tanh(batch["y"][part])) ** 2)
-        loss, grads = jax.value_and_grad(loss_fn)(params, slice(cut))
-        params, opt = _updated(tx, grads, params, opt)
-        validation = loss_fn(params, slice(cut, None))
-        better = validation < best["loss"]
-        best = jax.tree.map(lambda a, b: jnp.where(better, a, b), {"loss": validation, "params": params}, best)
-        return params, opt, best, {"loss": loss, "better": better}
-
-    return step, (params, tx.init(params), {"loss": jnp.full((), 1e3), "params": params})
-
-
-@idiom
-def mixture_em(wrap: Wrap) -> Any:
-    """No gradients: a turn of expectation and maximisation for a Gaussian mixture."""
-    del wrap
-    state = {"mean": _params(165, w=(3, 6))["w"], "var": jnp.ones((3, 6)), "weight": jnp.array([0.2, 0.3, 0.5])}
-
-    def step(state: Any, batch: Any) -> Any:
-        x = batch["x"][:, None]
-        logp = -jnp.sum((x - state["mean"]) ** 2 / state["var"] + jnp.log(state["var"]), axis=2) / 2
-        logp = logp + jnp.log(state["weight"])
-        share = jax.nn.softmax(logp)
-        total = share.sum(axis=0) + 1.0
-        mean = (share.T @ batch["x"] + state["mean"]) / total[:, None]
-        var = (jnp.einsum("bk,bkd->kd", share, (x - mean) ** 2) + 1.0) / total[:, None]
-        return {"mean": mean, "var": var, "weight": total / total.sum()}, jax.nn.logsumexp(logp, axis=1).mean()
-
-    return step, (state,)
 
 
 @idiom
@@ -807,30 +514,6 @@ def gradient_accumulation(wrap: Wrap) -> Any:
         return *_updated(tx, grads, params, opt), {"losses": losses, "loss": losses.mean()}
 
     return step, (params, tx.init(params))
-
-
-@idiom
-def accumulation_contrastive(wrap: Wrap) -> Any:
-    """Parts of every fourth example, each with a contrastive loss of its own and a key folded from its number."""
-    tx, params = wrap(ADAM), _mlp_params(171, outputs=5, bias=False)
-
-    def step(params: Any, opt: Any, key: Any, batch: Any) -> Any:
-        key, now = jax.random.split(key)
-        parts = jnp.swapaxes(batch["x"].reshape(-1, 4, 6), 0, 1)
-
-        def loss_fn(p: Any, i: Any, x: Any) -> Any:
-            noise = 0.1 * jax.random.normal(jax.random.fold_in(now, i), x.shape)
-            logits = _unit(_mlp(p, x)) @ _unit(_mlp(p, x + noise)).T / 0.3
-            return _xent(logits, jnp.arange(x.shape[0])).mean()
-
-        def one(i: Any, carry: Any) -> Any:
-            loss, grads = jax.value_and_grad(loss_fn)(params, i, parts[i])
-            return carry[0] + loss / 4, _axpy(0.25, grads, carry[1])
-
-        loss, grads = lax.fori_loop(0, 4, one, (0.0, jax.tree.map(jnp.zeros_like, params)))
-        return *_updated(tx, grads, params, opt), key, loss
-
-    return step, (params, tx.init(params), jax.random.key(16))
 
 
 @fitted(SGD, _mlp_params(177, outputs=CLASSES))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-from harness.check import gap, mesh
+from harness.check import gap, mesh, train_step
 
 import jaxdist
 
@@ -135,13 +135,8 @@ def muon(rate: float = 0.05) -> optax.GradientTransformation:
     return optax.contrib.muon(rate, weight_decay=0.1, muon_weight_dimension_numbers=dims)
 
 
-def galore(rate: float = 0.05) -> optax.GradientTransformation:
-    """Of optax: a singular value decomposition for each matrix, in a ``cond`` of its own."""
-    return optax.contrib.galore(rate, rank=4, update_proj_gap=2)
-
-
 MAKERS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    f.__name__: f for f in (muon, galore, shampoo, soap, together, ranks)
+    f.__name__: f for f in (muon, shampoo, soap, together, ranks)
 }
 
 
@@ -150,17 +145,6 @@ def chain(params: Any, x: Any) -> Any:
     for w in params:
         x = jnp.tanh(jnp.einsum("bi,...io->bo", x, w))
     return jnp.mean(x**2)
-
-
-def step_of(tx: optax.GradientTransformation, loss: Callable[..., Any] = chain) -> Callable[..., Any]:
-    """``(params, opt_state, batch) -> (params, opt_state, loss)``."""
-
-    def step(params: Any, opt_state: Any, x: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, x)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
-
-    return step
 
 
 def parameters(*shapes: tuple[int, ...], seed: int = 0) -> list[Any]:
@@ -183,6 +167,6 @@ def difference(
 ) -> float:
     """The largest one between training on one device and on several, with what is asked of `jaxdist.zero`."""
     sharded, params = jaxdist.zero(tx, level, **asked), parameters(*shapes)
-    want = trained(jax.jit(step_of(tx, loss)), params, tx.init(params))
-    step = jaxdist.data_parallel(step_of(sharded, loss), mesh=mesh(devices))
+    want = trained(jax.jit(train_step(loss, tx)), params, tx.init(params))
+    step = jaxdist.data_parallel(train_step(loss, sharded), mesh=mesh(devices))
     return gap(want, trained(step, params, sharded.init(params)))

@@ -219,82 +219,61 @@ def _galore_dimensions(params: Any) -> Any:
 _SCHEDULE = optax.linear_schedule(0.2, 0.05, 4)
 _opt, _con = optax, optax.contrib
 
+_ALIKE: list[tuple[str, float, dict[str, float]]] = [
+    ("adagrad fromage", 0.1, {}), ("adabelief adam adamax nadam yogi adopt madgrad", 0.05, {}),
+    ("rmsprop rprop sign_sgd", 0.02, {}), ("lion", 0.02, {"weight_decay": 0.1}),
+    ("adamw adan lamb nadamw novograd acprop ademamix schedule_free_adamw", 0.05, {"weight_decay": 0.1}),
+]  # fmt: skip
+_named = lambda name: getattr(optax, name, None) or getattr(optax.contrib, name)
+_DOWN = "centralize identity normalize scale_by_param_block_norm scale_by_param_block_rms"
+
 ENTRIES: dict[str, Entry] = {
+    **{name: Entry(_of(_named(name), rate, **more)) for names, rate, more in _ALIKE for name in names.split()},
+    **{name: Entry(_down(_named(name))) for name in _DOWN.split()},
     # optimizers
-    "adabelief": Entry(_of(_opt.adabelief, 0.05)),
     "adadelta": Entry(_of(_opt.adadelta, 1.0, weight_decay=0.01)),
     "adafactor": Entry(
         _of(_opt.adafactor, 0.1, min_dim_size_to_factor=2, momentum=0.9, dtype_momentum=jnp.float64,
             weight_decay_rate=0.01),
     ),
-    "adagrad": Entry(_of(_opt.adagrad, 0.1)),
-    "adam": Entry(_of(_opt.adam, 0.05)),
-    "adamax": Entry(_of(_opt.adamax, 0.05)),
     "adamaxw": Entry(_of(_opt.adamaxw, 0.05, weight_decay=0.1, mask=_matrices)),
-    "adamw": Entry(_of(_opt.adamw, 0.05, weight_decay=0.1)),
-    "adan": Entry(_of(_opt.adan, 0.05, weight_decay=0.1)),
     "amsgrad": Entry(_of(_opt.amsgrad, 0.05, b2=0.3)),
-    "fromage": Entry(_of(_opt.fromage, 0.1)),
-    "lamb": Entry(_of(_opt.lamb, 0.05, weight_decay=0.1)),
     "lars": Entry(_of(_opt.lars, 0.5, weight_decay=0.1, trust_coefficient=0.1)),
     "lbfgs": Entry(_of(_opt.lbfgs, memory_size=3), line_search, wrap=_few),
-    "lion": Entry(_of(_opt.lion, 0.02, weight_decay=0.1)),
-    "nadam": Entry(_of(_opt.nadam, 0.05)),
-    "nadamw": Entry(_of(_opt.nadamw, 0.05, weight_decay=0.1)),
     "noisy_sgd": Entry(_of(_opt.noisy_sgd, 0.1, key=3)),
-    "novograd": Entry(_of(_opt.novograd, 0.05, weight_decay=0.1)),
     "optimistic_adam": Entry(_of(_opt.optimistic_adam, 0.05, optimism=0.04)),
     "optimistic_adam_v2": Entry(_of(_opt.optimistic_adam_v2, 0.05, alpha=0.9, beta=0.7)),
     "optimistic_gradient_descent": Entry(_of(_opt.optimistic_gradient_descent, 0.1, alpha=0.9, beta=0.7)),
     "polyak_sgd": Entry(_of(_opt.polyak_sgd, 1e6, scaling=0.7), _value),
     "radam": Entry(_of(_opt.radam, 0.05, b2=0.9, threshold=4.2)),
-    "rmsprop": Entry(_of(_opt.rmsprop, 0.02)),
     "rmsprop, centered": Entry(_of(_opt.rmsprop, 0.02, centered=True, momentum=0.9, nesterov=True)),
-    "rprop": Entry(_of(_opt.rprop, 0.02)),
     "sgd": Entry(_of(_opt.sgd, 0.1, momentum=0.9, nesterov=True)),
-    "sign_sgd": Entry(_of(_opt.sign_sgd, 0.02)),
     "signum": Entry(_of(_opt.signum, 0.02, beta=0.9)),
     "sm3": Entry(_of(_opt.sm3, 0.1), wrap=_without_scalar),
-    "yogi": Entry(_of(_opt.yogi, 0.05)),
     # scalings
     "scale": Entry(_of(_opt.scale, -0.2)),
     "scale_by_backtracking_linesearch": Entry(
         lambda: _opt.chain(_opt.sgd(50.0), _opt.scale_by_backtracking_linesearch(20, slope_rtol=0.5, store_grad=True)),
         line_search,
     ),
-    "scale_by_belief": Entry(_down(_opt.scale_by_belief)),
     "scale_by_distance_over_gradients": Entry(
         _down(_opt.scale_by_distance_over_gradients, reps_rel=0.01, param_dtype=jnp.float64, rate=1.0),
         wrap=_without_scalar,  # it gives them a dimension
     ),
-    "scale_by_factored_rms": Entry(_down(_opt.scale_by_factored_rms, min_dim_size_to_factor=2)),
     "scale_by_learning_rate": Entry(_of(_opt.scale_by_learning_rate, _SCHEDULE)),
-    "scale_by_lion, smooth": Entry(_down(_opt.scale_by_lion, mode="smooth", rate=0.02)),
-    "scale_by_optimistic_gradient": Entry(_down(_opt.scale_by_optimistic_gradient)),
-    "scale_by_param_block_norm": Entry(_down(_opt.scale_by_param_block_norm)),
-    "scale_by_param_block_rms": Entry(_down(_opt.scale_by_param_block_rms)),
-    "scale_by_polyak": Entry(_down(_opt.scale_by_polyak, max_learning_rate=1e6, rate=0.7), _value),
-    "scale_by_rms": Entry(_down(_opt.scale_by_rms, bias_correction=True)),
-    "scale_by_rss": Entry(_down(_opt.scale_by_rss)),
     "scale_by_schedule": Entry(_of(_opt.scale_by_schedule, lambda count: -0.1 / (1 + count))),
-    "scale_by_sign": Entry(_down(_opt.scale_by_sign, rate=0.02)),
-    "scale_by_stddev": Entry(_down(_opt.scale_by_stddev)),
-    "scale_by_trust_ratio": Entry(_down(_opt.scale_by_trust_ratio)),
     "scale_by_zoom_linesearch": Entry(
         lambda: _opt.chain(_opt.sgd(0.01), _opt.scale_by_zoom_linesearch(15, initial_guess_strategy="one")),
         line_search,
     ),
     # what changes or observes updates
     "adaptive_grad_clip": Entry(_down(_opt.adaptive_grad_clip, 0.01)),
-    "adaptive_grad_clip, along an axis": Entry(_down(_opt.adaptive_grad_clip, 0.01, axis=-1), wrap=_without_scalar),
     "add_decayed_weights": Entry(_down(_opt.add_decayed_weights, 0.3, mask=_matrices)),
     "add_noise": Entry(_down(_opt.add_noise, 0.1, 0.55, key=5)),
-    "centralize": Entry(_down(_opt.centralize)),
     "clip": Entry(_down(_opt.clip, 0.01)),
     "clip_by_block_rms": Entry(_down(_opt.clip_by_block_rms, 0.01)),
     "clip_by_global_norm": Entry(_down(_opt.clip_by_global_norm, 0.1)),
     "ema": Entry(_down(_opt.ema, 0.5)),
-    "identity": Entry(_down(_opt.identity)),
     "keep_params_nonnegative": Entry(
         lambda: _opt.chain(_opt.sign_sgd(0.1), _opt.keep_params_nonnegative()),
         wrap=lambda p: jax.tree.map(jnp.abs, p),
@@ -310,9 +289,6 @@ ENTRIES: dict[str, Entry] = {
     "zero_nans": Entry(_down(_opt.zero_nans), poisoned=True),
     # wrappers
     "MultiSteps": Entry(_of(_opt.MultiSteps, _opt.adam(0.05), 2, accumulator_dtype=jnp.float64)),
-    "MultiSteps, of an update with further arguments": Entry(
-        _of(_opt.MultiSteps, _opt.polyak_sgd(100.0, scaling=0.7), 2, accumulator_dtype=jnp.float64), _value,
-    ),
     "apply_every": Entry(_down(_opt.apply_every, 2)),
     "apply_if_finite": Entry(_of(_opt.apply_if_finite, _opt.adam(0.05), 3), poisoned=True),
     "chain": Entry(_of(_opt.chain, _opt.clip_by_global_norm(0.1), _opt.adamw(0.05))),
@@ -345,9 +321,6 @@ ENTRIES: dict[str, Entry] = {
     ),
     "with_extra_args_support": Entry(lambda: _opt.with_extra_args_support(_opt.adam(0.05)), _value),
     # optax.contrib
-    "acprop": Entry(_of(_con.acprop, 0.05, weight_decay=0.1)),
-    "ademamix": Entry(_of(_con.ademamix, 0.05, weight_decay=0.1)),
-    "adopt": Entry(_of(_con.adopt, 0.05)),
     "cocob": Entry(_of(_con.cocob, weight_decay=0.01)),
     "dadapt_adamw": Entry(_of(_con.dadapt_adamw, 1.0, estim_lr0=1e-3)),
     "dog": Entry(_of(_con.dog, 1.0, init_step=("distance", 0.01))),
@@ -359,12 +332,10 @@ ENTRIES: dict[str, Entry] = {
     "hutchinson_estimator_diag_hessian": Entry(
         lambda: _opt.chain(_con.hutchinson_estimator_diag_hessian(jax.random.key(7)), _opt.scale(-0.1)), _objective
     ),
-    "madgrad": Entry(_of(_con.madgrad, 0.05)),
     "mechanize": Entry(_of(_con.mechanize, _opt.adam(0.5), s_init=1e-3)),
     "momo": Entry(_of(_con.momo, 1e6, adapt_lower_bound=True), _value),
     "momo_adam": Entry(_of(_con.momo_adam, 1e6), _value),
     "muon": Entry(_of(_con.muon, 0.05, weight_decay=0.1, muon_weight_dimension_numbers=_muon_dimensions)),
-    "normalize": Entry(_down(_con.normalize)),
     "prodigy": Entry(_of(_con.prodigy, 1.0, estim_lr0=1e-3)),
     "reduce_on_plateau": Entry(
         lambda: _opt.chain(_opt.scale(-0.1), _con.reduce_on_plateau(0.5, patience=1, rtol=0.5)), _value,
@@ -375,7 +346,6 @@ ENTRIES: dict[str, Entry] = {
         lambda told: {"grad_fn": lambda p, _: jax.grad(told.loss)(p)},
     ),
     "schedule_free": Entry(_of(_con.schedule_free, _opt.sgd(0.1), 0.1)),
-    "schedule_free_adamw": Entry(_of(_con.schedule_free_adamw, 0.05, weight_decay=0.1)),
     "schedule_free_sgd": Entry(_of(_con.schedule_free_sgd, 0.3, warmup_steps=2)),
     "simplified_ademamix": Entry(_of(_con.simplified_ademamix, 0.01, weight_decay=0.1)),
     "sophia": Entry(_of(_con.sophia, 0.05, update_interval=2, gamma=1.0), _objective),
@@ -395,6 +365,11 @@ OF_MATRICES = {"adafactor", "flatten", "galore", "hutchinson_estimator_diag_hess
 
 FAMILIES = ["adam", "lion", "lamb", "sgd", "novograd", "polyak_sgd", "chain", "apply_if_finite", "MultiSteps", "masked"]
 """One of each kind of work: entry by entry, norms, sums over all, branches, counters, labels."""
+
+PARTS = {f"scale_by_{name}" for name in (
+    "belief", "factored_rms", "optimistic_gradient", "polyak", "rms", "rss", "sign", "stddev", "trust_ratio",
+)}  # fmt: skip
+"""What optimizers of other names are made of."""
 
 # They take the gradient of each example: see oracle/test_zero.py.
 PER_EXAMPLE = {"differentially_private_aggregate", "dpsgd"}

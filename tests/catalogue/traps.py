@@ -58,15 +58,12 @@ PASSES: dict[str, Callable[[Any, Any], Any]] = {
 
 INTEGERS: dict[str, Callable[[Any], Any]] = {
     "divided": lambda s: lax.div(s, jnp.full_like(s, 7)),
-    "divided down": lambda s: s // 7,
     "remainder": lambda s: s % 7,
     "widened": lambda s: s.astype(jnp.int64),
     "to floats": lambda s: s.astype(jnp.float32),
     "narrowed": lambda s: s.astype(jnp.uint8),
     "times, minus": lambda s: s * 3 - 7,
     "negated": lambda s: -s,
-    "squared": lambda s: s * s,
-    "shifted": lambda s: s >> 1,
     "compared": lambda s: s > 40,
 }
 

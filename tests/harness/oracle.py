@@ -7,25 +7,23 @@ import functools
 import random
 import re
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from catalogue import idioms
-from flax import nnx
 from flax.training.train_state import TrainState
-from harness.check import on_host
+from harness.check import on_host, train_step
 
 import jaxdist
 
 BATCH = 96  # parts for 1, 2, 3, 4 and 8 devices, each in 4 microbatches
 UNEVEN = 92  # 4 microbatches of 23: no number of devices divides these
 STEPS = 5
+Zero = Callable[[Any], Any]  # `jaxdist.zero` with its settings
 
 
 @dataclass(frozen=True)
@@ -73,19 +71,7 @@ def _run(call: Callable[..., Any], state: tuple[Any, ...], steps: int) -> Any:
 @functools.cache
 def case(name: str, level: int = 0, within: int | str | None = None, offload: bool = False) -> Case:
     """A case by its name, its optimizer with these settings of `jaxdist.zero`; built once."""
-    token = _level.set((level, within, offload))
-    try:
-        return CASES[name]()
-    finally:
-        _level.reset(token)
-
-
-_level: ContextVar[tuple[int, int | str | None, bool]] = ContextVar("level", default=(0, None, False))
-
-
-def _zero(tx: Any) -> Any:
-    level, within, offload = _level.get()
-    return jaxdist.zero(tx, level, within, offload=offload)  # type: ignore[arg-type]
+    return CASES[name](lambda tx: jaxdist.zero(tx, level, within, offload=offload))  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -143,116 +129,21 @@ def _mlp(p: Any, x: Any) -> Any:
     return x @ p["w3"] + p["b3"]
 
 
-def _mlp_loss(p: Any, batch: Any) -> Any:
-    return _xent(_mlp(p, batch["x"]), batch["y"])
-
-
-def _params_step(loss_fn: Any, tx: Any) -> Any:
-    def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, {"loss": loss}
-
-    return step
-
-
-def _params_case(name: str, loss_fn: Any, params: Any, tx: Any, **kwargs: Any) -> Case:
-    return Case(name, _params_step(loss_fn, tx), (params, tx.init(params)), _vectors, **kwargs)
-
-
-def odd_parameters() -> Case:
-    """A parameter without a gradient, scalar parameters, one broadcast into a mask, weight decay in the loss."""
-    params = {**_mlp_params(), "unused": jnp.ones((3, 2)), "s": jnp.asarray(0.5), "t": jnp.asarray(2.0)}
-
-    def loss_fn(p: Any, batch: Any) -> Any:
-        h = _mlp(p, batch["x"])
-        h = jnp.where(h > p["s"], h, p["t"]) * p["s"]
-        return _xent(h, batch["y"]) + 0.01 * sum(jnp.sum(w**2) for w in jax.tree.leaves(p))
-
-    return _params_case("unused, scalar and masked parameters", loss_fn, params, _zero(optax.adam(1e-2)))
-
-
-def low_precision() -> Case:
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _mlp_params())
-    loss_fn = lambda p, b: _xent(_mlp(p, b["x"].astype(jnp.bfloat16)).astype(jnp.float32), b["y"])
-    # bf16 keeps 8 bits: sums over the batch in another order differ by some units of 2^-8.
-    tx = _zero(optax.sgd(0.05))
-    return _params_case("bf16 parameters, float32 loss", loss_fn, params, tx, tolerance=3e-2)
-
-
-def microbatches() -> Case:
-    tx = _zero(optax.adam(1e-2))
+def microbatches(zero: Zero) -> Case:
+    tx, params = zero(optax.adam(1e-2)), _mlp_params()
 
     def loss_fn(p: Any, batch: Any) -> Any:
         logits = _mlp(p, batch["x"])
-        return _xent(logits, batch["y"]), {"correct": jnp.sum(logits.argmax(-1) == batch["y"]), "rows": logits[:, 0]}
+        return _xent(logits, batch["y"]), jnp.sum(logits.argmax(-1) == batch["y"])
 
-    def step_of(value_and_grad: Any) -> Any:
-        def step(params: Any, opt_state: Any, batch: Any) -> Any:
-            (loss, aux), grads = value_and_grad(params, batch)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            del aux["rows"]
-            return optax.apply_updates(params, updates), opt_state, {"loss": loss, **aux}
-
-        return step
-
-    params = _mlp_params()
-    step = step_of(jaxdist.value_and_grad(loss_fn, has_aux=True, microbatches=4))
-    plain = step_of(jax.value_and_grad(loss_fn, has_aux=True))
+    step = train_step(loss_fn, tx, jaxdist.value_and_grad, has_aux=True, microbatches=4)
+    plain = train_step(loss_fn, tx, has_aux=True)
     return Case("microbatches", step, (params, tx.init(params)), _vectors, plain, tolerance=1e-12)
 
 
-def sync_batch_norm() -> Case:
-    """flax's BatchNorm with axis_name: collectives of the user's own, in forward and backward pass."""
-
-    class Net(nn.Module):
-        axis: str | None
-
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            x = nn.Dense(9, param_dtype=jnp.float64)(x)
-            x = nn.BatchNorm(use_running_average=False, axis_name=self.axis, param_dtype=jnp.float64)(x)
-            return nn.Dense(5, param_dtype=jnp.float64)(nn.relu(x))
-
-    variables = jax.jit(Net(None).init)(jax.random.key(0), jnp.zeros((2, 7)))
-    tx = _zero(optax.sgd(0.1))  # not Adam: the bias before a BatchNorm has a gradient of rounding errors alone
-
-    def step_of(model: Net) -> Any:
-        def step(params: Any, stats: Any, opt_state: Any, batch: Any) -> Any:
-            def loss_fn(params: Any) -> Any:
-                out, new = model.apply({"params": params, "batch_stats": stats}, batch["x"], mutable=["batch_stats"])
-                return _xent(out, batch["y"]), new["batch_stats"]
-
-            (loss, stats_), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), stats_, opt_state, {"loss": loss}
-
-        return step
-
-    params = variables["params"]
-    state = (params, variables["batch_stats"], tx.init(params))
-    return Case("BatchNorm over the axis", step_of(Net("data")), state, _vectors, plain=step_of(Net(None)))
-
-
-def with_nnx() -> Case:
-    class Net(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs):
-            self.first = nnx.Linear(7, 13, param_dtype=jnp.float64, rngs=rngs)
-            self.second = nnx.Linear(13, 5, param_dtype=jnp.float64, rngs=rngs)
-
-        def __call__(self, x: Any) -> Any:
-            return self.second(nnx.gelu(self.first(x)))
-
-    model = Net(nnx.Rngs(0))
-    graph, params = nnx.split(model)
-    tx = _zero(optax.adamw(1e-2))
-    loss_fn = lambda p, b: _xent(nnx.merge(graph, p)(b["x"]), b["y"])
-    return _params_case("flax nnx, split and merge", loss_fn, params, tx)
-
-
-def clip_adamw() -> Case:
+def clip_adamw(zero: Zero) -> Case:
     """In flax's TrainState."""
-    tx = _zero(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)))
+    tx = zero(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)))
     state = TrainState.create(apply_fn=_mlp, params=_mlp_params(), tx=tx)
 
     def step(state: TrainState, batch: Any) -> Any:
@@ -274,7 +165,7 @@ def idiom(name: str, rows: int, level: int = 0, within: int | None = None) -> Ca
     return Case(name, step, state, lambda i: idioms.batch(i, rows))
 
 
-def few_examples() -> Case:
+def few_examples(zero: Zero) -> Case:
     """Beside large weights in slices, of which two are a table and three-dimensional: the examples travel."""
     rng = _rng(0)
     params = {
@@ -287,13 +178,13 @@ def few_examples() -> Case:
         x = x + jnp.tanh(x @ p["w1"] + p["b1"]) @ p["w2"]
         return jnp.mean(jnp.sin(jnp.einsum("bd,dhk->bhk", x, p["heads"])) ** 2)
 
-    return _params_case("few examples", loss_fn, params, _zero(optax.adam(1e-3)))
+    tx = zero(optax.adam(1e-3))
+    return Case("few examples", train_step(loss_fn, tx), (params, tx.init(params)), _vectors)
 
 
-CASES: dict[str, Callable[[], Case]] = {
-    "clip_adamw": clip_adamw, "odd_parameters": odd_parameters, "low_precision": low_precision,
-    "microbatches": microbatches, "sync_batch_norm": sync_batch_norm, "nnx": with_nnx, "few_examples": few_examples,
+CASES: dict[str, Callable[[Zero], Case]] = {
+    "clip_adamw": clip_adamw, "microbatches": microbatches, "few_examples": few_examples,
 }  # fmt: skip
 
-IN_SHARDS = {"clip_adamw": 1, "odd_parameters": 3, "microbatches": 2, "few_examples": 3}
+IN_SHARDS = {"clip_adamw": 1, "microbatches": 2, "few_examples": 3}
 """Cases to run under `jaxdist.zero` between processes too, and their level."""

@@ -84,30 +84,6 @@ def nnx_cached_partial(decorate: Any) -> Any:
     return trained(decorate, cached=True)
 
 
-@program(nnx.jit)
-def two_models(decorate: Any) -> Any:
-    generator, critic = (nnx.Linear(3, n, rngs=nnx.Rngs(n), **F64) for n in (3, 1))
-    tx_g, tx_c = (nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param) for model in (generator, critic))
-
-    @decorate
-    def critic_step(critic: Any, optimizer: Any, generator: Any, real: Any, z: Any) -> Any:
-        loss, grads = nnx.value_and_grad(lambda c: c(real).mean() - c(generator(z)).mean())(critic)
-        optimizer.update(critic, grads)
-        return loss
-
-    @decorate
-    def generator_step(generator: Any, optimizer: Any, critic: Any, z: Any) -> Any:
-        loss, grads = nnx.value_and_grad(lambda g: critic(g(z)).mean())(generator)
-        optimizer.update(generator, grads)
-        return loss
-
-    losses = [
-        (critic_step(critic, tx_c, generator, X, 2 * X[:6]), generator_step(generator, tx_g, critic, X[:6]))
-        for _ in range(STEPS)
-    ]
-    return losses, nnx.state(generator), nnx.state(critic)
-
-
 @program(nnx.jit, 1e-5)
 def modes_of_a_model(decorate: Any) -> Any:
     model = nnx.Sequential(
@@ -184,28 +160,7 @@ def equinox_state(decorate: Any) -> Any:
     return eqx.filter(model, eqx.is_array), loss
 
 
-@program(eqx.filter_jit)
-def inference_flag(decorate: Any) -> Any:
-    step = decorate(lambda model, x, key: model(x, key=key).sum())
-    model = eqx.nn.Dropout(0.5)
-    return step(model, X, jax.random.key(0)), step(eqx.nn.inference_mode(model), X, jax.random.key(0))
-
-
 # --- jax
-
-
-@program(jax.jit)
-def a_carry_of_each_example_and_a_raw_key(decorate: Any) -> Any:
-    @decorate
-    def step(w: Any, h: Any, key: Any, x: Any) -> Any:
-        key, own = jax.random.split(key)
-        h = jnp.tanh(jax.random.bernoulli(own, 0.5, x.shape) * x @ w + h)
-        return w - 0.1 * jnp.mean(h), h, key
-
-    state = jnp.ones((3, 5)), jnp.zeros((12, 5)), jax.random.PRNGKey(0)
-    for _ in range(STEPS):
-        state = step(*state, X)
-    return state
 
 
 def replicas(step: Any) -> Any:

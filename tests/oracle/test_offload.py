@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from catalogue import matrix_optimizers, optimizers
-from harness.check import check_steps, close, decorated, gap, mesh, train_step
+from harness.check import check_steps, close, decorated, mesh, train_step
 from harness.errors import raises
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -130,17 +129,6 @@ def test_arrays_of_your_own_in_the_host() -> None:
     assert w.tolist() == [9.0] * 3
 
 
-@pytest.mark.slow
-def test_optimizers() -> None:
-    """Moments of some parameters only; rows and columns; those of several steps; sums of gradients; matrices."""
-    names = ["adafactor", "muon", "lbfgs", "MultiSteps"]
-    got = optimizers.run_sharded(names, [2] * 4, within=2, offload=True, mesh=mesh(4))
-    assert gap(optimizers.run_plain(names), got) < 1e-10
-    assert HOST in kinds(got)
-    shapes = ((6, 10), (10, 12), (12, 8))
-    assert matrix_optimizers.difference(matrix_optimizers.shampoo(), shapes, split="owners", offload=True) < 1e-10
-
-
 def test_ordered_effects_are_refused() -> None:
     def printing(params: Any, opt_state: Any, x: Any) -> Any:
         jax.debug.callback(lambda n: None, jnp.sum(params["c"]), ordered=True)
@@ -148,15 +136,3 @@ def test_ordered_effects_are_refused() -> None:
 
     with raises(jaxdist.StepError, "ordered=True"):
         decorated(printing, 1)(*START, X)
-
-
-@pytest.mark.parametrize("devices", [1, 4])
-def test_what_xla_is_told(devices: int) -> None:
-    """The optimizer's state comes and goes in the host's memory."""
-    step = decorated(step_of(3), devices, bucket_bytes=0)
-    *state, _ = step(*START, X)
-    text = step.lower(*state, X).as_text()
-    count = len([x for x in jax.tree.leaves(state[1]) if x.ndim])
-    main = next(line for line in text.splitlines() if "@main" in line)
-    taken, given = main.split(") -> (")
-    assert taken.count('mhlo.memory_kind = "pinned_host"') == given.count('mhlo.memory_kind = "pinned_host"') == count

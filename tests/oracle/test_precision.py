@@ -1,6 +1,5 @@
 """Parameters in 16 bits with a float32 copy: `zero(precision=)` beside a step that is written out for one device."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,7 +9,6 @@ import optax
 import optax.contrib
 import pytest
 from catalogue import collectives as calls
-from flax import nnx
 from harness.check import close, compare, decorated, held, mesh
 from harness.errors import raises
 
@@ -138,69 +136,6 @@ def test_the_scale_grows_and_has_bounds() -> None:
     params, opt_state = start(tx, jnp.float16, 2.0**24, 1999)
     _, opt_state = tx.update(jax.tree.map(jnp.zeros_like, params), opt_state, params)
     assert float(jaxdist.loss_scale(opt_state)) == 2.0**24
-
-
-def test_small_gradients_are_not_lost_in_float16() -> None:
-    """1e-9 is 0 in float16; 65536 times that is not."""
-    tx = jaxdist.zero(optax.sgd(1.0), 1, precision="fp16")
-
-    def step(params: Any, opt_state: Any, x: Any) -> Any:
-        scale = jaxdist.loss_scale(opt_state)
-        grads = jax.grad(lambda p: scale * 1e-9 * jnp.mean((x @ p).astype(jnp.float32)))(params)
-        return tx.update(grads, opt_state, params)[1]
-
-    w = jnp.zeros((6, 4), jnp.float16)
-    got = step(w, tx.init(w), np.ones((16, 6), np.float16)).master
-    np.testing.assert_allclose(got, -1e-9 / 4, rtol=2e-2)
-
-
-def test_updates_too_small_for_16_bits_add_up() -> None:
-    params = {"a": jnp.ones((16, 24), jnp.bfloat16)}
-    tx = jaxdist.zero(optax.sgd(1e-4), 2, precision="bf16")
-
-    @jaxdist.data_parallel
-    def step(params: Any, opt_state: Any, x: Any) -> Any:
-        grads = jax.grad(lambda p: jnp.sum(p["a"].astype(jnp.float32)) * jnp.mean(x))(params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    state: Any = params, tx.init(params)
-    for _ in range(60):
-        state = step(state[0], state[1], np.ones((16, 1), np.float32))
-    np.testing.assert_allclose(jaxdist.unshard(state[1].master)["a"], 1 - 60e-4, rtol=1e-5)
-    assert (np.asarray(jaxdist.unshard(state[0])["a"], np.float32) == 0.9921875).all()  # 16 bits have 1, then this
-
-
-def test_a_checkpoint_has_the_scale(tmp_path: Path) -> None:
-    tx = jaxdist.zero(ADAM, 2, precision="fp16")
-    step = jaxdist.data_parallel(step_of(tx), mesh=mesh(4))
-    state = start(tx, jnp.float16)
-    for x in (np.full_like(BATCH, np.inf), BATCH):
-        *state, _ = step(*state, x)
-    jaxdist.save(tmp_path, state, 2)
-    back = jaxdist.restore(tmp_path, start(tx, jnp.float16))
-    close(tuple(back), tuple(state), 0)
-    assert float(jaxdist.loss_scale(back[1])) == 2.0**15
-
-
-def test_nnx() -> None:
-    class Model(nnx.Module):
-        def __init__(self) -> None:
-            self.w = nnx.Param(jnp.full((6, 4), 0.5, jnp.float16))
-
-    tx, model = jaxdist.zero(optax.adam(1e-2), 2, precision="fp16"), Model()
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    @jaxdist.data_parallel
-    def step(model: Model, optimizer: Any, x: Any) -> Any:
-        scale = jaxdist.loss_scale(optimizer)
-        loss, grads = nnx.value_and_grad(lambda m: scale * jnp.mean((x @ m.w).astype(jnp.float32) ** 2))(model)
-        optimizer.update(model, grads)
-        return loss / scale
-
-    losses = [float(step(model, optimizer, BATCH)) for _ in range(5)]
-    assert losses == sorted(losses, reverse=True)
-    assert float(jaxdist.loss_scale(optimizer)) == 2.0**16
 
 
 @PRECISIONS

@@ -35,7 +35,9 @@ def operations_by_way() -> Iterator[Any]:
     found: dict[tuple[tuple[int, int], bool], list[str]] = {}
     for i, name in enumerate(operations.OPERATIONS):
         for k, ways in enumerate((EVEN, ODD)):
-            quick = k == (1 if name.startswith("reduce") else i % 2 if name.startswith("shape") else bool(i % 3))
+            quick = k == (
+                1 if name.startswith(("reduce", "other")) else i % 2 if name.startswith("shape") else bool(i % 3)
+            )
             if quick or name.startswith(("shape", "reduce")):
                 found.setdefault((ways[i % len(ways)], quick), []).append(name)
     for (way, quick), all_names in found.items():
@@ -54,7 +56,7 @@ def test_operations(way: tuple[int, int], names: tuple[str, ...], caplog: pytest
 @pytest.mark.parametrize("names", groups(flows.FLOWS, 1 if FULL else 12), ids=lambda names: names[0])
 def test_control_flow(names: tuple[str, ...]) -> None:
     k = list(flows.FLOWS).index(names[0]) // len(names)
-    devices, rows = [(4, 5), (2, 8), (3, 8), (8, 16)][k % 4]
+    devices, rows = [(4, 5), (3, 8), (2, 7), (8, 16)][k % 4]
     x = np.random.default_rng(0).normal(size=(rows, 6))
     check(lambda w, x: {name: flows.FLOWS[name](w, x) for name in names}, flows.W, x, on=devices)
 
@@ -103,7 +105,7 @@ def test_low_precision_sums_are_off_by_one_rounding_at_most() -> None:
 
 WAYS = [(2, 8), (3, 7), (4, 8), (8, 13), (8, 16)]
 DRAWN = [(names, "threefry2x32") for names in groups(draws.DRAWS, 9)]
-DRAWN += [(names, impl) for impl in ("rbg", "unsafe_rbg") for names in groups(draws.DRAWS if FULL else draws.KEYED, 99)]
+DRAWN += [(names, impl) for impl in ("rbg",) for names in groups(draws.DRAWS if FULL else draws.KEYED, 99)]
 DRAWN_CASES = [pytest.param(*one, marks=[pytest.mark.slow] * ("rbg" in one[1])) for one in DRAWN]
 
 
@@ -120,7 +122,7 @@ def test_random_numbers(names: tuple[str, ...], impl: str) -> None:
         compare(got[name], want[name], 0)
 
 
-@pytest.mark.parametrize("width", [16, 64, *(pytest.param(width, marks=pytest.mark.slow) for width in (8, 32))])
+@pytest.mark.parametrize("width", [16, 64])
 def test_bits_of_odd_sizes(width: int) -> None:
     """The batch in whichever dimension, which the devices do not divide."""
     shapes, dtype, key = [(13,), (1, 13), (13, 1), (7, 13, 3), (13, 129), (2, 3, 13, 5)], f"uint{width}", draws.KEY

@@ -13,12 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from harness import jobs, programs
 from harness.check import check, check_steps, close, compare, decorated, train_step
 from harness.errors import raises
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -48,13 +45,14 @@ def named(w: Any, x: Any) -> Any:
         "scattered": lax.psum_scatter(x.T, "data", tiled=True), "moved": lax.ppermute(w, "data", [(0, 0)]),
         "exchanged": lax.all_to_all(x, "data", 0, 1, tiled=True),
     }  # fmt: skip
-    return w - lax.pmean(jax.grad(loss_of)(w, x), "data"), aux
+    grads = jax.grad(lambda w: loss_of(w, x) * lax.pmean(loss_of(w, x), "data"))(w)  # as BatchNorm over an axis does
+    return w - lax.pmean(grads, "data"), aux
 
 
 def test_the_axis_has_size_one() -> None:
     aux = {"total": X.sum(), "mean": X.mean(0), "everyone": X.sum()[None], "largest": X.max(), "index": 0, "size": 1,
            "parts": 1, "scattered": X.T, "moved": W, "exchanged": X}  # fmt: skip
-    close(decorated(named)(W, X), (W - jax.grad(loss_of)(W, X), aux))
+    close(decorated(named)(W, X), (W - jax.grad(lambda w: loss_of(w, X) ** 2)(W), aux))
     assert "all-gather" not in {kind for kind, *_ in programs.sent(decorated(named), W, X)}
 
 
@@ -80,16 +78,11 @@ def test_what_reaches_beyond_the_axis_is_refused(call: Any, tokens: tuple[str, .
         jaxdist.data_parallel(lambda w, x: (w, call(x)))(W, X)
 
 
-DEVICES = jax.device_count()
 DIVIDED: dict[str, tuple[Any, bool]] = {
     "by device_count": (lambda g: lax.psum(g, "batch") / jax.device_count(), True),
-    "by a number from outside": (lambda g: lax.psum(g, "batch") / DEVICES, True),
-    "what was gathered": (lambda g: lax.all_gather(g, "batch").sum(0) / DEVICES, True),
-    "by the length of devices": (lambda g: lax.psum(g, "batch") / len(jax.devices()), True),
+    "what was gathered": (lambda g: lax.all_gather(g, "batch").sum(0) / len(jax.devices()), True),
     "pmean": (lambda g: lax.pmean(g, "batch"), False),
     "by axis_size": (lambda g: lax.psum(g, "batch") / lax.axis_size("batch"), False),
-    "by psum of one": (lambda g: lax.psum(g, "batch") / lax.psum(1, "batch"), False),
-    "without the axis": (lambda g: g * (jax.device_count() / DEVICES), False),
 }
 
 
@@ -166,11 +159,6 @@ def test_a_callback_that_raises(name: str) -> None:
             step(W, X + 10)
 
 
-def mixed(batch: Any, w: Any) -> Any:
-    batch["x"] = 0.7 * batch["x"] + 0.3 * batch["x"][::-1]
-    return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
-
-
 def taken_out(batch: Any, w: Any) -> Any:
     y = batch.pop("y")
     batch["residual"] = batch["x"] @ w - y
@@ -184,7 +172,7 @@ def nested(batch: Any, w: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*was called inside a function that jax compiles")
-@pytest.mark.parametrize("use", [mixed, taken_out, nested])
+@pytest.mark.parametrize("use", [taken_out, nested])
 def test_a_batch_to_work_in_is_as_it_was_afterwards(use: Any) -> None:
     step = lambda w, batch: w - 0.1 * jax.grad(lambda w: use(batch, w))(w)
     batch: Any = lambda: {"x": X, "y": np.ones(16), "more": {"views": [X]}}
@@ -206,13 +194,6 @@ def test_an_argument_that_is_changed_and_returned() -> None:
 
     state = {"w": W, "old": W, "older": W}
     close(jaxdist.data_parallel(step)(state, {"x": X}), jax.jit(step)(dict(state), {"x": X}))
-
-
-def test_a_state_of_nnx_to_work_in() -> None:
-    """A module that is merged from it shares its variables, and `nnx.remat` sets them anew."""
-    graph, state = nnx.split(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Param)
-    step = lambda state, x: jnp.sum(nnx.remat(lambda model, x: model(x))(nnx.merge(graph, state), x))
-    close(jaxdist.data_parallel(step)(state, X), jax.jit(step)(state, X))
 
 
 # --- errors and debugging
@@ -292,19 +273,6 @@ def test_no_tracer_outlives_its_trace_and_no_warning_is_made() -> None:
         check(step, W, X)
 
 
-def test_log_compiles_names_the_step_once(caplog: pytest.LogCaptureFixture) -> None:
-    def train_step(w: Any, x: Any) -> Any:
-        return sgd(w, x)[0]
-
-    step = jaxdist.data_parallel(train_step)
-    with jax.log_compiles():
-        w = step(W, X)
-        assert sum("train_step" in m for m in caplog.messages if m.startswith("Compiling")) == 1
-        caplog.clear()
-        step(w, X)
-    assert not caplog.records
-
-
 # --- what is finite
 
 
@@ -343,18 +311,11 @@ def test_what_a_device_has_of_its_own_names_the_device() -> None:
         step(jnp.float32(1), x)
 
 
-INNER: dict[str, Any] = {
-    "grad": lambda look, w: jax.grad(look)(w),
-    "scan": lambda look, w: lax.scan(lambda c, v: (c + look(v), None), 0.0, w)[0],
-    "vmap": lambda look, w: jax.vmap(look)(w),
-}
-
-
-@pytest.mark.parametrize("inner", INNER)
-def test_a_check_inside_of_an_inner_function_is_refused(inner: str) -> None:
+@pytest.mark.parametrize("inner", [jax.grad, jax.vmap, lambda look: lambda w: lax.map(look, w)])
+def test_a_check_inside_of_an_inner_function_is_refused(inner: Any) -> None:
     look = lambda v: jnp.sum(jaxdist.check_finite(v, "v"))
     with raises(jaxdist.StepError, "check_finite", "'v'"):
-        jaxdist.data_parallel(lambda w, x: (w, jnp.sum(INNER[inner](look, w)) + jnp.mean(x)))(jnp.ones(3), X)
+        jaxdist.data_parallel(lambda w, x: (w, jnp.sum(inner(look)(w)) + jnp.mean(x)))(jnp.ones(3), X)
 
 
 def test_checks_outside_of_a_step() -> None:
@@ -478,23 +439,6 @@ def test_two_batches_in_microbatches() -> None:
     check(step, W, X, X[:, 0], batch_argnums=(1, 2))
 
 
-@settings(max_examples=6, deadline=None)
-@given(
-    rows=st.integers(1, 3), width=st.integers(1, 5), hidden=st.integers(0, 4), k=st.sampled_from([1, 2]),
-    dtype=st.sampled_from(["float32", "float64"]), seed=st.integers(0, 2**16),
-)  # fmt: skip
-def test_any_shape_and_dtype(rows: int, width: int, hidden: int, k: int, dtype: str, seed: int) -> None:
-    """Odd sizes, empty leaves, scalars."""
-    rng = np.random.default_rng(seed)
-    shapes = {"w": (width, hidden), "v": (hidden, width), "b": ()}
-    params = {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
-    loss = lambda p, x: jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"] + p["b"] - x) ** 2)
-    step = train_step(loss, optax.sgd(0.1), jaxdist.value_and_grad, microbatches=k)
-    state = params, optax.sgd(0.1).init(params)
-    tolerance = 1e-5 if dtype == "float32" else 1e-12
-    check_steps(step, state, [rng.normal(size=(8 * k * rows, width)).astype(dtype)], tolerance=tolerance)
-
-
 # --- meshes of the user's own
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -511,15 +455,9 @@ def script(folder: Path) -> Any:
     """What a training script calls."""
     tx = jaxdist.zero(optax.adam(0.1), 1)
 
-    @jaxdist.data_parallel(check_every=2)
-    def step(w: Any, opt_state: Any, key: Any, x: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_of)(w, x + jax.random.normal(key, x.shape))
-        updates, opt_state = tx.update(grads, opt_state, w)
-        w = lax.cond(loss > 0, lambda: optax.apply_updates(w, updates), lambda: w)
-        return lax.fori_loop(0, 2, lambda _, w: w * 0.99, w), opt_state, jax.random.split(key)[0], loss
-
-    w, opt_state, key, _ = step(W, optax.adam(0.1).init(W), jax.random.key(0), X)
-    *state, loss = step(w, opt_state, key, X)
+    step = jaxdist.data_parallel(train_step(loss_of, tx), check_every=2)
+    w, opt_state, _ = step(W, tx.init(W), X)
+    *state, loss = step(w, opt_state, X)
     jaxdist.check_sync(state)
     jaxdist.save(folder, state, 1)
     state = jaxdist.restore(folder, state)
@@ -579,12 +517,6 @@ def test_state_in_shards_of_a_mesh_of_the_same_devices(name: str, level: Any) ->
     x, state = np.random.default_rng(0).normal(size=(16, 8)), (w, optax.adam(0.1).init(w))
     sharded = jax.tree.map(lambda x: jax.device_put(x, SHARDED[name]) if np.ndim(x) else x, state)
     check_steps(step, sharded, [x, x])
-
-
-def test_state_in_shards_of_other_devices_is_refused() -> None:
-    w = jax.device_put(np.ones(4), NamedSharding(Mesh(DEVICES_[:4], ("S",)), P("S")))
-    with raises(ValueError, "w", "0 to 3", "0 to 7"):
-        jaxdist.data_parallel(lambda w, x: w - x.mean(0))(w, np.ones((8, 4)))
 
 
 def test_a_mesh_for_the_whole_process() -> None:
