@@ -442,45 +442,12 @@ def test_two_batches_in_microbatches() -> None:
 # --- meshes of the user's own
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-SET = {
-    "of two axes": lambda: jax.set_mesh(jax.make_mesh((4, 2), ("fsdp", "tensor"), (AUTO, AUTO))),
-    "of our name": lambda: jax.set_mesh(jax.make_mesh((8,), ("data",), (EXPLICIT,))),
-    "one device": lambda: jax.set_mesh(jax.make_mesh((1,), ("S",), (AUTO,), devices=jax.devices()[:1])),
-    "with mesh": lambda: Mesh(jax.devices(), ("S",)),
-}
-OLD_MESH = pytest.mark.filterwarnings("ignore:.*with mesh:DeprecationWarning")
 
 
-def script(folder: Path) -> Any:
-    """What a training script calls."""
-    tx = jaxdist.zero(optax.adam(0.1), 1)
-
-    step = jaxdist.data_parallel(train_step(loss_of, tx), check_every=2)
-    w, opt_state, _ = step(W, tx.init(W), X)
-    *state, loss = step(w, opt_state, X)
-    jaxdist.check_sync(state)
-    jaxdist.save(folder, state, 1)
-    state = jaxdist.restore(folder, state)
-    evaluate = jaxdist.data_parallel(loss_of)
-    losses = [evaluate(state[0], x) for x in jaxdist.loader(X, batch_size=8, shuffle=False)]
-    means = jaxdist.per_device(lambda x: x.mean(0, keepdims=True), P("data"), P("data"))(X)
-    return jax.tree.map(np.asarray, (jaxdist.unshard(state[:2]), loss, losses, means))
-
-
-@OLD_MESH
-@pytest.mark.slow
-def test_a_mesh_that_is_set(tmp_path: Path) -> None:
-    want = script(tmp_path / "plain")
-    for name, entered in SET.items():
-        with entered():
-            before = jax.sharding.get_abstract_mesh(), jax.sharding.get_mesh()
-            got = script(tmp_path / name)
-            assert (jax.sharding.get_abstract_mesh(), jax.sharding.get_mesh()) == before
-        jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
-@OLD_MESH
-@pytest.mark.parametrize("entered", [lambda: jax.set_mesh(jax.make_mesh((8,), ("S",), (AUTO,))), SET["with mesh"]])
+@pytest.mark.filterwarnings("ignore:.*with mesh:DeprecationWarning")
+@pytest.mark.parametrize(
+    "entered", [lambda: jax.set_mesh(jax.make_mesh((8,), ("S",), (AUTO,))), lambda: Mesh(jax.devices(), ("S",))]
+)
 def test_a_step_that_names_the_axes_of_a_mesh_that_is_set(entered: Any) -> None:
     def constrained(w: Any, x: Any) -> Any:
         hidden = lambda w: lax.with_sharding_constraint(jnp.tanh(x * w), P("S"))
