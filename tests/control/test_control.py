@@ -241,10 +241,3 @@ def test_who_has_heard_that_calls_differ_waits_in_the_next_one_for_who_has_not(t
     for result in jobs.spawn_env(3, [SCRIPT, "mixes", str(tmp_path)]):
         assert result.returncode == 0, result.output
         assert missing(("TOLD", "different calls", "rank 0 at 'broadcast'", "barrier", "MET"), result.stdout) == []
-
-
-@pytest.mark.slow
-def test_waiting_costs_no_work() -> None:
-    for result in jobs.spawn_env(2, [SCRIPT, "waits"]):
-        assert result.returncode == 0, result.output
-        assert float(result.stdout.split("CPU")[1]) < 1.0, result.output

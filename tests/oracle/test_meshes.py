@@ -141,17 +141,6 @@ def test_extremes_keep_nan(layout: int) -> None:
     check_steps(step, (array(6, 9).at[3, 7].set(jnp.nan),), X, on=BOTH, layouts={"w": layout})
 
 
-def test_a_loss_in_bfloat16() -> None:
-    """Summands of 16-bit floats are added up in 32 bits over each axis."""
-    params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), PARAMS)
-
-    def step(state: Any, x: Any) -> Any:
-        loss, grads = jax.value_and_grad(mlp)(state, x.astype(jnp.bfloat16) * 100)
-        return moved(state, grads), loss
-
-    check_steps(step, (params,), X[:1], on=BOTH, tolerance=2e-2, layouts=LAYOUTS)
-
-
 # --- optimizers
 
 

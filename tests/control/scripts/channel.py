@@ -36,16 +36,6 @@ def rounds() -> None:
         done = ctx.broadcast(Path(ARGUMENTS[0]).exists())
 
 
-def waits() -> None:
-    """For the other one, without work."""
-    ctx = jaxdist.init(timeout=60)
-    ctx.barrier()
-    begin = time.process_time()
-    time.sleep(2.0 * ctx.rank)
-    ctx.barrier()
-    print("CPU", time.process_time() - begin, flush=True)
-
-
 def mixes() -> None:
     """Rank 0 makes another call than rank 1; rank 2 comes when both know, and all go on with the next call."""
     ctx, told = jaxdist.init(timeout=60), Path(ARGUMENTS[0])

@@ -9,13 +9,9 @@ import threading  # noqa: F401
 import time
 from typing import Any
 
-WHAT, SLOW = sys.argv[1], sys.argv[2:]
-if WHAT == "waits" and SLOW:  # ranks are in the midst of importing
-    import cloudpickle  # noqa: F401
+import jaxdist
 
-    sys.path.insert(0, SLOW[0])
-
-import jaxdist  # noqa: E402
+WHAT = sys.argv[1]
 
 CELL = """def fail(how):
     ctx = jaxdist.get_context()
