@@ -99,6 +99,7 @@ def batch(i: int, size: int) -> dict[str, np.ndarray]:
         "group": (rng.uniform(size=size) < 0.2 + 0.6 * ramp).astype(np.int32),
         "neighbour": rng.integers(0, size, size=(size, 2)).astype(np.int32),
         "action": rng.integers(0, ACTIONS, size=size).astype(np.int32),
+        "reward": rng.normal(size=size) + np.tanh(x[:, 2]),
         "rewards": rng.normal(size=(size, 5)) + ramp[:, None],
         "done": rng.uniform(size=size) < 0.2,
         "logp": -1.1 + 0.1 * rng.normal(size=size),
@@ -245,6 +246,23 @@ def _blocks(seed: int, *layers: int) -> dict[str, Any]:
 _CAUSAL = np.tril(np.ones((TIME - 1, TIME - 1), bool))
 
 
+@fitted(
+    ADAMW,
+    {
+        **_params(20, embedding=(VOCAB, 8), position=(TIME - 1, 8), head=(8, VOCAB)),
+        "layers": [_blocks(21), _blocks(22)],
+    },
+)
+def transformer(p: Any, batch: Any) -> Any:
+    """Two layers one after the other, next-token loss of every position."""
+    tokens = batch["tokens"]
+    h = p["embedding"][tokens[:, :-1]] * 2 + p["position"]
+    for layer in p["layers"]:
+        h = _block(layer, h, _CAUSAL)
+    losses = _xent(h @ p["head"], tokens[:, 1:])
+    return losses.mean(), {"perplexity": jnp.exp(losses.mean()), "by_position": losses.mean(axis=0)}
+
+
 @fitted(ADAM, {**_params(23, embedding=(VOCAB, 8), position=(TIME - 1, 8)), "layers": _blocks(24, 2)})
 def transformer_scanned(p: Any, key: Any, batch: Any) -> Any:
     """Layers by lax.scan, rematerialised, with attention dropout; the embedding is also the output layer."""
@@ -295,6 +313,39 @@ def infonce(p: Any, batch: Any) -> Any:
     logits = _unit(_mlp(p["query"], batch["x"])) @ _unit(_mlp(p["key"], batch["x2"])).T / 0.3
     right = jnp.arange(logits.shape[0])
     return _xent(logits, right).mean(), {"accuracy": jnp.mean(logits.argmax(axis=1) == right, dtype=jnp.float64)}
+
+
+@fitted(ADAM, _mlp_params(47, outputs=5, bias=False))
+def vicreg(p: Any, batch: Any) -> Any:
+    """Variance, invariance and covariance of two views."""
+    a, b = _mlp(p, batch["x"]), _mlp(p, batch["x2"])
+    spread = covariance = 0.0
+    for z in (a, b):
+        z = z - z.mean(axis=0)
+        spread += jnp.mean(jax.nn.relu(2.0 - jnp.sqrt(z.var(axis=0) + 1e-4)))
+        cov = z.T @ z / (z.shape[0] - 1)
+        covariance += jnp.sum((cov - jnp.diag(jnp.diag(cov))) ** 2) / z.shape[1]
+    invariance = jnp.mean((a - b) ** 2)
+    return invariance + spread + 0.1 * covariance, {"parts": (invariance, spread, covariance)}
+
+
+@fitted(SGD, _mlp_params(52, bias=False))
+def pairwise_ranking(p: Any, batch: Any) -> Any:
+    """Every pair of examples of different rewards."""
+    scores = _mlp(p, batch["x"])[:, 0]
+    better = batch["reward"][:, None] > batch["reward"]
+    margin = scores[:, None] - scores
+    loss = jnp.sum(jax.nn.softplus(-margin) * better) / jnp.sum(better)
+    return loss, {"auc": jnp.sum((margin > 0) & better) / jnp.sum(better)}
+
+
+@fitted(ADAM, _mlp_params(51, bias=False))
+def listwise_ranking(p: Any, batch: Any) -> Any:
+    """The likelihood of the batch's order by reward: argsort, then a cumulative logsumexp."""
+    order = jnp.argsort(-batch["reward"])
+    scores = _mlp(p, batch["x"])[order, 0]
+    below = lax.cumlogsumexp(scores, reverse=True)
+    return jnp.mean(below - scores), {"order": order}
 
 
 @fitted(SGD, _mlp_params(42, outputs=6, bias=False))
