@@ -32,20 +32,6 @@ def test_what_is_refused(words: list[str], tokens: list[str]) -> None:
     assert missing(tokens, said) == [], said
 
 
-BAD_LINES = {
-    "node1\n\nnode2 slot=2\n": ["node2 slot=2"], "node1\nnode2:two\n": ["node2:two"],
-    "node1 slots=2\nnode1:2\n": ["node1:2", "twice"], "node1:2 slots=2\n": ["node1:2 slots=2"],
-    "# nobody\n": ["no host"],
-}  # fmt: skip
-
-
-def test_a_bad_line_of_a_host_file_is_named(tmp_path: Path) -> None:
-    for text, tokens in BAD_LINES.items():
-        (tmp_path / "hosts").write_text(text)
-        code, said = command("run", "--hostfile", tmp_path / "hosts", "echo")
-        assert (code, missing(tokens, said)) == (2, []), said
-
-
 @pytest.mark.parametrize(
     "text",
     ["localhost:2\n", "# mine\n\n\tlocalhost   slots=2 max_slots=4  # the first"],

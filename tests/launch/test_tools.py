@@ -44,7 +44,6 @@ def test_info_of_two_ranks_by_the_root(jaxdist: Jaxdist, launcher: str) -> None:
     assert report["job"]["processes"] == report["job"]["devices"] == 2
     assert report["job"]["connector"] == {"env": "env", "mpirun": "mpi"}[launcher]
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
-    assert len({rank["pid"] for rank in report["ranks"]}) == 2
 
 
 @pytest.mark.slow

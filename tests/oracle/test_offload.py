@@ -114,12 +114,6 @@ def test_state_that_is_used_elsewhere(devices: int) -> None:
     np.testing.assert_allclose(sorted(seen)[::2], sorted(seen)[1::2], rtol=1e-6)
 
 
-def test_state_made_in_a_step() -> None:
-    tx = jaxdist.zero(ADAM, 2, offload=True)
-    opt_state = jaxdist.data_parallel(lambda p, x: tx.init(p))(PARAMS, X)
-    check_steps(step_of(2), (PARAMS, opt_state), [X])
-
-
 def test_arrays_of_your_own_in_the_host() -> None:
     """Whole on several devices, or numbers: then they are put on the devices."""
     where = NamedSharding(mesh(4), PartitionSpec(), memory_kind=HOST)

@@ -214,18 +214,11 @@ def test_an_error_of_the_step_shows_the_users_lines_alone() -> None:
     assert "batch['x']" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda folder: jaxdist.save(folder, {"w": object()}, 1),
-        lambda folder: jaxdist.restore(folder / "none", W),
-        lambda folder: jax.jit(jaxdist.check_sync)(W),
-    ],
-)
-def test_an_error_between_steps_shows_no_frames_of_ours(call: Any, tmp_path: Path) -> None:
-    with pytest.raises((TypeError, FileNotFoundError)) as error:
-        call(tmp_path)
-    assert set(frames(error.value)) == {__file__}
+def test_an_error_between_steps_shows_no_frames_of_ours(tmp_path: Path) -> None:
+    for call in (lambda: jaxdist.save(tmp_path, {"w": object()}, 1), lambda: jaxdist.restore(tmp_path / "none", W)):
+        with pytest.raises((TypeError, FileNotFoundError)) as error:
+            call()
+        assert set(frames(error.value)) == {__file__}
 
 
 def test_debug_nans_names_the_leaf_and_keeps_the_state() -> None:

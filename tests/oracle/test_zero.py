@@ -280,12 +280,6 @@ def test_a_group_keeps_what_all_devices_would(level: Any, devices: int) -> None:
     assert keeps(tuple(got)) == keeps(run(decorated(step_of(flat), 2), state_of(flat)))
 
 
-def test_groups_of_all_devices_or_one() -> None:
-    for within, kept in ((4, SLICES), (1, WHOLE)):
-        tx = jaxdist.zero(ADAM, 3, within=within)
-        assert keeps(run(decorated(step_of(tx), 4), state_of(tx))[0]) == kept
-
-
 def test_shard_and_unshard_within_groups() -> None:
     tree = {"even": jnp.arange(12.0).reshape(4, 3), "odd": jnp.arange(5.0), "one": jnp.ones(())}
     kept = jaxdist.shard(tree, within=2)

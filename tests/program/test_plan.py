@@ -241,11 +241,6 @@ def test_a_step_without_a_batch(find: Any) -> None:
     assert "1,200 parameters" in str(found)
 
 
-def test_numbers_of_a_topology() -> None:
-    fast, slow = (planned(1, f"4x2xcpu{more}", levels=()).own for more in (",network=1e12,network_latency=0", ""))
-    assert fast.between < slow.between
-
-
 def test_refused() -> None:
     tx = jaxdist.zero(ADAM, 1)
     for find in (jaxdist.plan, jaxdist.planning.fit):
