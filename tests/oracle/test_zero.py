@@ -251,13 +251,6 @@ def test_a_leaf_with_padding_looks_like_the_array() -> None:
             use(x)
 
 
-@pytest.mark.parametrize("devices", [3, 8])
-def test_shards_over_other_devices_as_a_batch(devices: int) -> None:
-    whole = -1.0 - jnp.arange(60.0).reshape(6, 10)
-    step = lambda batch: (batch.max(0), 2 * batch, jnp.sort(batch, 0)[-1])
-    compare(jaxdist.unshard(decorated(step, devices)(jaxdist.shard(whole))), jax.jit(step)(whole))
-
-
 def test_memory_counts_what_is_replicated_and_padding() -> None:
     tx = jaxdist.zero(optax.adam(1e-2), 3)
     step = decorated(step_of(tx), 4)
