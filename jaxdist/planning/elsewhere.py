@@ -122,10 +122,11 @@ class Elsewhere:
         """Compile a step and return its needs as XLA reports them."""
         began = time.monotonic()
         # Levels 1 and 2 are often one program, and its compilation is most of the time.
-        key = hashlib.sha256(ahead.lowered.as_text().encode()).digest(), ahead.arguments
+        lowered = ahead.made.lower()
+        key = hashlib.sha256(lowered.as_text().encode()).digest(), ahead.arguments
         if key not in self._programs:
             with _silence() if self.compiled_for == "cuda" else contextlib.nullcontext():
-                compiled = ahead.lowered.compile()
+                compiled = lowered.compile()
             self._programs[key] = _read(compiled, ahead, self._mesh.size, self.compiled_for == "cpu")
         return dataclasses.replace(self._programs[key], ahead=ahead, seconds=time.monotonic() - began)
 

@@ -157,7 +157,7 @@ class Calls:
 
     def announce(self, made: Program) -> None:
         """Warn about slow parts of a program, once."""
-        placed = [one.placed for one in made.placed.emitted[1]]
+        placed = made.placed.emitted[1]
         if not placed or not self.context.is_root or self._warned:
             return
         if text := report.warning(placed) or (self._settings.batch_argnums is None and made.placed.unsplit()):

@@ -59,11 +59,6 @@ class Ahead:
 
     made: Program
 
-    @functools.cached_property
-    def lowered(self) -> Any:
-        """The lowered program, which ``jax.jit(step).lower`` returns."""
-        return self.made.lower()
-
     @property
     def levels(self) -> frozenset[int]:
         """The levels of the uses of `jaxdist.zero` in the step."""
@@ -104,7 +99,7 @@ class Ahead:
         """FLOPs of a device, an entry of anything but a contraction as one."""
         placed = self.made.placed
         if found := placed.emitted[1]:
-            return work(found[-1].placed)
+            return work(found[-1])
         infer = placed.step.infer  # on one device
         block = infer.block(placed.step.jaxpr)
         return work(infer.place(block, [REPLICATED] * len(block.inputs)))
@@ -225,48 +220,27 @@ def meshes(devices: int, in_host: int, batch: Sequence[Any]) -> Iterator[dict[st
 def chosen(on: Callable[[Sizes], Forecast], among: Sequence[Sizes], machine: Machine) -> tuple[Mesh, str]:
     """The mesh of the least time, of those on which a step is expected to fit; and why."""
     if len(among) == 1:
-        mesh = on(among[0]).mesh
-        return mesh, f"{said(mesh.shape)}: the only one for this batch"
+        return (mesh := on(among[0]).mesh), f"{said(mesh.shape)}: the only one for this batch"
     memory = machine.kind.usable or float("inf")
     cuts = dict[int, dict[int, int]]()
-    found, failed = list[_Estimate](), list[Exception]()
+    found, failed = list[tuple[int, float, int, Forecast]](), list[Exception]()
     for sizes in among:
         forecast = on(sizes)
         forecast.cut = cuts.get(forecast.model, {})
         try:
             ahead = forecast.ahead()
             ms = 1e3 * ahead.times(ahead.sent(machine), machine).seconds
-            found.append(_Estimate(forecast, ms, ahead.least, ahead.least + ahead.held_at_once))
+            found.append((ahead.least + ahead.held_at_once, ms, ahead.least, forecast))
         except Exception as error:  # it names an axis that this mesh lacks, or has groups that do not divide it
             failed.append(error)
             continue
         cuts[forecast.model] = forecast.cut
     if not found:
         raise failed[0]
-    found = [one for one in found if not one.forecast.repeats] or found
-    found.sort(key=lambda one: order(one.ms, one.peak, one.least, memory))
-    best = found[0]
-    mesh = best.forecast.mesh
-    if len(found) == 1:
-        return mesh, f"{said(mesh.shape)}: the only mesh for it"
-    why = f"{best} a step by the estimate; of {len(found)} meshes "
-    if best.peak > memory:
-        return mesh, f"{why}it needs the least memory, and none is sure to fit"
-    faster = "; ".join(str(one) for one in found if one.ms < best.ms)
-    more = f" that is sure to fit; too large: {faster}" if faster else f"; the next: {found[1]}"
-    return mesh, f"{why}the fastest{more}"
-
-
-class _Estimate(NamedTuple):
-    """The estimated time and memory of a step on a mesh."""
-
-    forecast: Forecast
-    ms: float  # of a device, at least
-    least: int  # bytes that it needs at least
-    peak: int  # bytes that it needs at most
-
-    def __str__(self) -> str:
-        return f"{said(self.forecast.mesh.shape)}, {self.ms:.3g} ms"
+    found = [one for one in found if not one[-1].repeats] or found
+    peak, ms, _, best = min(found, key=lambda one: order(one[1], one[0], one[2], memory))
+    what = "the fastest that is sure to fit" if peak <= memory else "of the least memory, and none is sure to fit"
+    return best.mesh, f"{said(best.mesh.shape)}, {ms:.3g} ms a step by the estimate; of {len(found)} meshes {what}"
 
 
 def choose(first: Forecast, context: Context) -> tuple[Mesh, str]:

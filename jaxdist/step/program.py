@@ -16,7 +16,7 @@ from jaxdist.communicators import Rules, compiler_options, default_bucket_bytes,
 from jaxdist.ir.fingerprint import dataflow
 from jaxdist.ir.interpreter import Interpreter, contains
 from jaxdist.machine import Machine
-from jaxdist.mesh import AXIS, MODEL, data_size
+from jaxdist.mesh import AXIS, MODEL, data_size, passes
 from jaxdist.placements.layouts import HOST, Layout, Padded, check_host_memory, layout_of, of_batch, on_host
 from jaxdist.step.callbacks import Callbacks
 from jaxdist.step.calling import COMPRESSIONS, Settings
@@ -117,8 +117,8 @@ class Program:
             local, mesh=placed.over, in_specs=(P(), *in_specs), out_specs=out_specs, check_vma=False,
         )(0, *args)  # fmt: skip
         self._padded_results = [
-            (i, how) for i, p in enumerate(found[-1].placed.outs)
-            if (how := placed.results[i] or layout_of(p, found[-1].infer.axis)) is not None and not how.is_plain
+            (i, how) for i, p in enumerate(found[-1].outs)
+            if (how := placed.results[i] or layout_of(p, passes(placed.over)[-1])) is not None and not how.is_plain
         ]  # fmt: skip
         return results(made)
 
