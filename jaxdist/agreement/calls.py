@@ -50,17 +50,14 @@ def _programs(context: Context, tag: str, call: str, program: Traced | None, gro
     pair = groups[0][0], groups[1][0]
     told = [operations(program.source), operations(program.program)] if context.rank in pair else []
     details = context.control.exchange(f"{tag} operations", told, context.timeout, call)
-    text = "The operations match, but the returned values differ: one program on rank "
-    text += "; a different one on rank ".join(map(list_ranks, groups)) + "."
-    kinds = "operation", "operation of a device's program"
-    for what, *lines in zip(kinds, *(details[rank] for rank in pair), strict=True):
-        if found := _first_difference(*lines):
-            none = f"no {what} that the other does not have, too"
-            shown = [f"{x or none} on rank {list_ranks(g)}" for g, x in zip(groups[:2], found, strict=True)]
-            rest = [rank for group in groups[2:] for rank in group]
-            shown += [f"other programs again on rank {list_ranks(rest)}"] if rest else []
-            text = f"The first {what} that differs: {'; '.join(shown)}"  # on the line that `jaxdist run` repeats
-            break
+    both = zip(("operation", "operation of a device's program"), *(details[rank] for rank in pair), strict=True)
+    what, found = next((what, found) for what, *lines in both if (found := _first_difference(*lines)))
+    none = f"no {what} that the other does not have, too"
+    shown = [f"{x or none} on rank {list_ranks(g)}" for g, x in zip(groups[:2], found, strict=True)]
+    rest = [rank for group in groups[2:] for rank in group]
+    shown += [f"other programs again on rank {list_ranks(rest)}"] if rest else []
+    # On the line that `jaxdist run` repeats.
+    text = f"The first {what} that differs: {'; '.join(shown)}"
     return f"{call}: the ranks have different programs, and none has run. {text}\n{_ADVICE}"
 
 

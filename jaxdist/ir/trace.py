@@ -13,7 +13,6 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.extend.core import primitives as p
-from jax.sharding import Mesh
 
 from jaxdist import compat
 from jaxdist.errors import StepError
@@ -21,18 +20,18 @@ from jaxdist.ir.interpreter import Interpreter, axes_of, contains, groups_of, su
 from jaxdist.mesh import AXIS, MODEL, SEQUENCE
 
 _log = logging.getLogger("jaxdist")
-_mesh: ContextVar[Any] = ContextVar("jaxdist_inside_step", default=None)
+_step: ContextVar[Any] = ContextVar("jaxdist_inside_step", default=None)
 _KNOWN = (AXIS, MODEL, SEQUENCE)
 
 
 def inside_step() -> bool:
     """Check whether the current code is being traced as part of a decorated step."""
-    return _mesh.get() is not None
+    return _step.get() is not None
 
 
-def step_mesh() -> Mesh | None:
-    """Return the mesh of the decorated step that is being traced, if any."""
-    return _mesh.get()
+def current_step() -> Any:
+    """Return the decorated step that is being traced (a `jaxdist.step.finite.Findings`), if any."""
+    return _step.get()
 
 
 def on_device() -> bool:
@@ -41,13 +40,13 @@ def on_device() -> bool:
 
 
 @contextlib.contextmanager
-def stepping(mesh: Any) -> Iterator[None]:
-    """Trace as part of a step on `mesh` within this context."""
-    token = _mesh.set(mesh)
+def stepping(step: Any) -> Iterator[None]:
+    """Trace as part of a step within this context."""
+    token = _step.set(step)
     try:
         yield
     finally:
-        _mesh.reset(token)
+        _step.reset(token)
 
 
 def trace(

@@ -140,7 +140,7 @@ class Forecast:
 
     _settings: Settings
     _cache: ProgramCache
-    _signature: Signature
+    signature: Signature
     leaves: Sequence[Any]  # of all arguments, as in `Ahead.arguments`; of the batch with the examples of all devices
     mesh: Mesh
     _machine: Machine
@@ -161,18 +161,13 @@ class Forecast:
         return self.model > 1 and not self.cut
 
     @property
-    def state(self) -> list[tuple[str, Any]]:
-        """The leaves of the state, with their names."""
-        return [(self._signature.names[i], self.leaves[i]) for i in self._signature.state]
-
-    @property
     def batch(self) -> list[Any]:
         """The leaves of the batch."""
-        return [self.leaves[i] for i in self._signature.batch]
+        return [self.leaves[i] for i in self.signature.batch]
 
     def ahead(self, level: int | None = None, shared: int | None = None) -> Ahead:
         """The step, traced once for all levels and groups; placed and emitted."""
-        signature, mesh = self._signature, self.mesh
+        signature, mesh = self.signature, self.mesh
         avals = [abstract(x) for x in self.leaves]
         for i in signature.batch:
             batch.check(signature.names[i], avals[i], 1)
@@ -245,9 +240,9 @@ def chosen(on: Callable[[Sizes], Forecast], among: Sequence[Sizes], machine: Mac
 
 def choose(first: Forecast, context: Context) -> tuple[Mesh, str]:
     """The mesh for a step's first call, and why: its state's mesh, if some of it is sharded, or the fastest."""
-    devices = context.devices
-    for name, x in first.state:
-        own = getattr(physical(x), "sharding", None)
+    devices, signature = context.devices, first.signature
+    for name, is_batch, x in zip(signature.names, signature.is_batch, first.leaves, strict=True):
+        own = None if is_batch else getattr(physical(x), "sharding", None)
         if isinstance(own, NamedSharding) and not own.is_fully_replicated and own.device_set == set(devices):
             mesh = in_a_row(own.mesh)
             if set(mesh.axis_names) <= set(NAMES):

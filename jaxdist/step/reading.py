@@ -161,13 +161,12 @@ class Reader:
                 f"ranks, {but}. batch_argnums={batch.argnums(others)} says that {'that' if others else 'nothing'} is; "
                 f"batch_argnums={batch.argnums(names)} that each rank has its own part of it. {batch.INDICES}"
             )
-        parts, context = self._placer.parts, self._placer.context
+        context = self._placer.context
         if not self._warned and context.is_root:
-            of = "rank::size]" if parts == context.size else "own[0]::parts], where own, parts = ctx.parts(mesh)"
             _log.warning(
-                "step %r: all %d ranks pass the same batch, so each example counts %d times. Give each rank "
-                "its own part: jaxdist.loader does, or take x[%s",
-                self.name, context.size, parts, of,
+                "step %r: all %d ranks pass the same batch, so each example counts %d times. Give each rank its own "
+                "part: jaxdist.loader does, or take x[own[0]::parts], where own, parts = ctx.parts(mesh)",
+                self.name, context.size, self._placer.parts,
             )  # fmt: skip
         self._warned = True
 

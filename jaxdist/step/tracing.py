@@ -121,7 +121,7 @@ def jaxpr_of(
 
     def flat(*args: Any) -> list[Any]:
         args = constants_back(args)
-        with stepping(mesh), finite.collecting() as found:
+        with stepping(found := finite.Findings(mesh)):
             result = modules.run(step, args, signature.keywords)
             if check_finite:
                 found.look_at(result, "result")
