@@ -1,6 +1,7 @@
 """Documents of text or tokens, by index, from files that stay on disk."""
 
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -19,7 +20,6 @@ from jaxdist.runtime.context import get_context
 
 _TOKENS, _ENDS, _ABOUT = "tokens.npy", "ends.npy", "about.json"
 _BLOCK = 1 << 15  # tokens per digest
-_CHUNK = 1 << 20  # bytes of text per step of a checksum
 _SAMPLES = 64  # documents at the start that are encoded again to check that a folder has the same tokens
 
 
@@ -75,14 +75,13 @@ class Text:
                 yield from whole
         yield rest
 
-    def checksum(self) -> int:
+    def checksum(self) -> str:
         """Return a checksum of the files' bytes."""
-        value = zlib.crc32(repr([Path(path).stat().st_size for path in self._paths]).encode())
+        value = hashlib.blake2b()
         for path in self._paths:
             with Path(path).open("rb") as file:
-                for chunk in iter(functools.partial(file.read, _CHUNK), b""):
-                    value = zlib.crc32(chunk, value)
-        return value
+                value.update(hashlib.file_digest(file, "blake2b").digest())
+        return value.hexdigest()
 
 
 class Documents:
@@ -162,9 +161,6 @@ class Documents:
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         return self.read(int(self.ends[index - 1]) if index else 0, int(self.ends[index]))
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return map(self.__getitem__, range(len(self)))
 
     def __reduce__(self) -> Any:  # for a loader's workers: by name if possible
         return (Documents.open, (self._folder,)) if self._folder else (Documents, (self.tokens, self.ends))

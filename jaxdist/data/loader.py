@@ -77,8 +77,7 @@ def loader(
       [2, 3]
       [4]
     """
-    settings = {"workers": workers, "prefetch": prefetch}
-    return Loader(get_context(), source, batch_size, shuffle, seed, tail, transform, mesh, **settings)
+    return Loader(get_context(), source, batch_size, shuffle, seed, tail, transform, mesh, workers, prefetch)
 
 
 class Loader:

@@ -58,13 +58,6 @@ def trace(
         try:
             closed = jax.make_jaxpr(fun, axis_env=[(name, 1) for name in names])(*args)
             break
-        except AssertionError as error:
-            if "ManualAxisType" not in str(error):
-                raise
-            raise StepError(
-                "the step uses lax.pcast, which is only valid in jax.shard_map: a step runs as on one device with the "
-                "whole batch. Leave it out, or put such code in jaxdist.per_device"
-            ) from error
         except NameError as error:
             found = re.search(r"unbound axis name:? ([^\s.]+)", str(error))
             if found is None or (name := found[1].strip("'\"")) in names:

@@ -138,10 +138,7 @@ def jaxpr_of(
     except Exception as error:
         error.add_note(f"in the step {getattr(step, '__name__', step)!r}, decorated with jaxdist.data_parallel")
         if "mesh context" in str(error) or "context mesh" in str(error):
-            error.add_note(
-                "a step is traced as one device runs it with the whole batch, without the mesh of jax.set_mesh: leave "
-                "out jax.sharding.reshard, out_sharding= and the like, or decorate what does without them"
-            )
+            error.add_note("a step is traced without the mesh of jax.set_mesh: leave out reshard and out_sharding=")
         raise
     if named and mesh.size > 1 and get_context().is_root:
         ((axis, divided),) = named.items()
