@@ -15,6 +15,10 @@ CHANGED = (  # advice about copies that differ
     "step (code under `if rank == ...`, say): do the same on every rank, or do it in the step"
 )
 
+_SAME = (
+    "Every rank must have the same model, constants, options of the step and settings of JAX, and pass batches of the "
+    "same shape (drop or pad the tail of the data)"
+)
 _ADVICE = (
     "Inside a step nothing may depend on the rank: look for `ctx.rank`, an `if rank == ...`, a loop over a set (which "
     "PYTHONHASHSEED=0 puts into one order), a seed, options or versions that are not the same on all ranks."
@@ -37,7 +41,7 @@ def agree(
     everyone = context.control.exchange(tag, mine, context.timeout, what)
     if len({fingerprint for fingerprint, *_ in everyone}) > 1 or about.problem:
         details = context.control.exchange(f"{tag} details", about, context.timeout, about.call)
-        raise ValueError(difference(details, _advice))
+        raise ValueError(difference(details, _SAME))
     digests = by_value([digest for _, digest, _ in everyone])
     if len(digests) > 1:
         raise ValueError(_programs(context, tag, about.call, program, list(digests.values())))
@@ -59,16 +63,6 @@ def _programs(context: Context, tag: str, call: str, program: Traced | None, gro
     # On the line that `jaxdist run` repeats.
     text = f"The first {what} that differs: {'; '.join(shown)}"
     return f"{call}: the ranks have different programs, and none has run. {text}\n{_ADVICE}"
-
-
-def _advice(name: str) -> str:
-    if name.startswith("constant "):
-        return "Anything but arrays must be the same on every rank"
-    if name.startswith("option "):
-        return "Decorate the step with the same options of jaxdist.data_parallel on every rank"
-    if name.startswith("setting "):
-        return "Settings of JAX must be the same on every rank"
-    return "Build the same model on every rank, and pass batches of the same shape (drop or pad the tail of the data)"
 
 
 def _first_difference(

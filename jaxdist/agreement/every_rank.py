@@ -27,7 +27,7 @@ def on_every_rank(
     part: Callable[[], Part[R]],
     *,
     raises: tuple[type[Exception], ...] = (ValueError,),
-    advice: Callable[[str], str] = str,
+    advice: str = "It must be the same on every rank",
     patient: bool = False,
 ) -> tuple[R, list[Any]]:
     """Do this rank's part of a call, and continue if all ranks could do theirs, with the same arguments."""

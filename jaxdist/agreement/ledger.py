@@ -40,7 +40,7 @@ class Ledger:
         self._turns: dict[tuple[bytes, int], bytes] = {}  # the call that followed a run of equal calls
         self._announced: dict[int, int] = {}  # where other ranks are that make a call nobody expects
         self._thread: threading.Thread | None = None  # that has made the last call
-        self._output: jax.Array | None = None  # of its program
+        self.output: jax.Array | None = None  # an array of its result; None if it has ended
         if context.size > 1:
             self._control.position = lambda: self.count
             self._control.listen("enter", lambda rank, entry: self._waits(rank, *entry))
@@ -53,14 +53,10 @@ class Ledger:
         # other's messages.
         if self._control.size == 1 or (thread := threading.current_thread()) is self._thread:
             return
-        output, self._output, self._thread = self._output, None, thread
+        output, self.output, self._thread = self.output, None, thread
         with contextlib.suppress(RuntimeError):  # it was donated to a later program, or its own program failed
             if output is not None:
                 output.block_until_ready()
-
-    def dispatched(self, output: jax.Array | None) -> None:
-        """The call's program was dispatched; `output`: an array of its result, None if it has ended."""
-        self._output = output
 
     def waits(self, entry: Entry) -> bool:
         """Check whether a call must be compared first: unexpected, awaited by a rank, or after one that failed."""

@@ -62,7 +62,7 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T
     root, failed = absolute(path), dict[int, Exception]()
     for _ in range(_TRIES):
         choose = functools.partial(_choose, ctx, root, step, like, failed)
-        _, told = on_every_rank(ctx, "restore", choose, raises=_ERRORS, advice=lambda _: "Restore the same step")
+        _, told = on_every_rank(ctx, "restore", choose, raises=_ERRORS, advice="Restore the same step")
         found: int = told[0]
         if found in failed:  # only some ranks may see it
             raise failed[found]

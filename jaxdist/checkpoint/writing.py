@@ -182,7 +182,7 @@ def save(
         return Part((final, leaves), asked, secrets.token_hex(8))
 
     errors, advice = (CheckpointError, FileExistsError, ValueError, TypeError, ImportError), "Pass the same everywhere"
-    (final, leaves), told = on_every_rank(ctx, "save", prepare, raises=errors, advice=lambda _: advice)
+    (final, leaves), told = on_every_rank(ctx, "save", prepare, raises=errors, advice=advice)
     if ctx.size > 1:
         _compare(ctx, leaves)
     parts = {name: _part(ctx, x, copy=not wait) for name, x in leaves.items()}

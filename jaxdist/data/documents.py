@@ -232,7 +232,7 @@ def tokenize(
     errors = ValueError, TypeError, OSError, DataError
     on_every_rank(ctx, "tokenize", write, raises=errors, patient=True)
     advice = "The folder has to be one that every host sees"
-    return on_every_rank(ctx, "tokenize", read, raises=errors, advice=lambda _: advice)[0]
+    return on_every_rank(ctx, "tokenize", read, raises=errors, advice=advice)[0]
 
 
 def _write(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path, dtype: np.dtype[Any]) -> None:

@@ -50,9 +50,9 @@ def stepping(step: Any) -> Iterator[None]:
 
 
 def trace(
-    fun: Callable[..., Sequence[Any]], args: Sequence[Any], on_axis: Callable[[str, Any], object] | None = None
-) -> ClosedJaxpr:
-    """Trace with axes of size one, and remove them; `on_axis` gets a named axis, and the divisors of sums over it."""
+    fun: Callable[..., Sequence[Any]], args: Sequence[Any]
+) -> tuple[ClosedJaxpr, str, Sequence[tuple[float, str]]]:
+    """Trace with axes of size one, and remove them; also return the axis, and what sums over it are divided by."""
     names = [AXIS]
     while True:
         try:
@@ -77,11 +77,9 @@ def trace(
         plain = Interpreter({compat.composite_p: compat.expanded})
         closed = jax.make_jaxpr(lambda *xs: plain.run(closed, *xs), axis_env=axes)(*closed.in_avals)
     if not _named(closed.jaxpr, set(names)):
-        return closed
-    if on_axis is not None:
-        on_axis(names[-1], list(_divided(closed.jaxpr, set(names))))
-    alone = Alone(names)
-    return jax.make_jaxpr(lambda *xs: alone.run(closed, *xs), axis_env=axes)(*closed.in_avals)
+        return closed, names[-1], ()
+    alone, divided = Alone(names), list(_divided(closed.jaxpr, set(names)))
+    return jax.make_jaxpr(lambda *xs: alone.run(closed, *xs), axis_env=axes)(*closed.in_avals), names[-1], divided
 
 
 def with_axis(fun: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -99,7 +97,7 @@ def with_axis(fun: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         out_tree.append(structure)
         return outs
 
-    closed = trace(flat, [jax.typeof(x) for x in leaves])
+    closed, *_ = trace(flat, [jax.typeof(x) for x in leaves])
     return jax.tree.unflatten(out_tree[-1], jaxpr_as_fun(closed)(*leaves))
 
 

@@ -111,7 +111,7 @@ class Calls:
             self.context.control.process.stay_if_ending()  # a rank that left may be its cause
             raise
         active.finish(result)
-        self._ledger.dispatched(active.output)
+        self._ledger.output = active.output
         return result, found
 
     def _look_up(

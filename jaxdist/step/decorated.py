@@ -154,7 +154,7 @@ class DataParallel(Generic[P, R]):
             mesh, why = choose(self.forecast(context.mesh, machine_of(context.mesh), args, kwargs, True), context)
             return Part((mesh, why), (("mesh", said(mesh.shape)),))
 
-        advice = lambda _: "Give the sizes of its axes, or the same JAXDIST_MACHINE on all ranks"
+        advice = "Give the sizes of its axes, or the same JAXDIST_MACHINE on all ranks"
         try:
             return on_every_rank(context, f"the mesh of step {self._base!r}", part, advice=advice)[0]
         except ValueError as error:
