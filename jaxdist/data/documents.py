@@ -162,6 +162,9 @@ class Documents:
             raise IndexError(f"document {index} of {len(self)}")
         return self.read(int(self.ends[index - 1]) if index else 0, int(self.ends[index]))
 
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return map(self.__getitem__, range(len(self)))
+
     def __reduce__(self) -> Any:  # for a loader's workers: by name if possible
         return (Documents.open, (self._folder,)) if self._folder else (Documents, (self.tokens, self.ends))
 

@@ -1,6 +1,7 @@
 """`packed`: rows of equal length, filled with documents, by index."""
 
 import operator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -50,6 +51,9 @@ class Packed:
 
     def __len__(self) -> int:
         return len(self._rows) - 1
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         if not 0 <= index < len(self):
