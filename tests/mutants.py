@@ -219,7 +219,7 @@ MUTANTS: list[Mutant] = [
            "return bucket", "return bucket[:: -1 if __import__('jax').process_index() == 1 else 1]",
            "tests/jobs/test_results.py -k quick and run and not mpirun and not lanes"),
     Mutant("constants do not count in what ranks compare", "jaxdist/ir/fingerprint.py",
-           'with the checksum {checksum(np.asarray(raw)):08x}', '',
+           'with the checksum {checksum(np.asarray(value)):08x}', '',
            "tests/jobs/test_faults.py -k constant and hand"),
     Mutant("no warning of a batch that all ranks share", "jaxdist/step/reading.py",
            "if not self._warned and context.is_root:", "if False:",
