@@ -107,7 +107,9 @@ class DataParallel(Generic[P, R]):
     @api_boundary
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """The program for these arguments, lowered and not yet compiled. Nothing is sent."""
-        return self.program(*args, **kwargs).lower()
+        program = self.program(*args, **kwargs)
+        self._calls(args, kwargs).announce(program)
+        return program.lower()
 
     def clear_cache(self) -> None:
         """Forget traces and compiled programs, like ``jax.jit(step).clear_cache``."""

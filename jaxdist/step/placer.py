@@ -51,7 +51,13 @@ class Placer:
         everywhere = data_size(self.mesh)
         own = 1 if self.processes == 1 else max(1, everywhere // self.parts * len(self.own))
         for name, is_batch, x in zip(signature.names, signature.is_batch, leaves, strict=True):
-            place = getattr(physical(x), "sharding", None)
+            how, place = self.layout(x), getattr(physical(x), "sharding", None)
+            cut = how.by(AXIS) if is_batch and isinstance(how, Layout) else None
+            if cut and cut.parts < everywhere:
+                raise ValueError(
+                    f"batch leaf {name} is kept in shards within groups of devices, which is for state: pass the "
+                    "examples of this process as a plain array"
+                )
             if is_batch and type(x) is not Padded:
                 batch.check(name, x, everywhere if spans(x) else own)
             if is_batch or not isinstance(place, NamedSharding) or place.is_fully_replicated:
