@@ -83,13 +83,13 @@ def split() -> Iterator[list[Step]]:
 
     shipped, steps = PlacedStep.place, []
 
-    def place(*args: Any) -> Any:
-        found = shipped(*args)
+    def place(self: PlacedStep) -> Any:
+        closed, found = shipped(self)
         for one in found:
-            examples = any(isinstance(p, Split) and not p.stored for p in one.ins)
-            repeated = sum(row.share for row in report.rows([one.placed]) if row.what == "repeated")
+            examples = any(isinstance(one.ins[i], Split) for i in self.signature.batch)
+            repeated = sum(row.share for row in report.rows([one]) if row.what == "repeated")
             steps.append(Step(examples, repeated))
-        return found
+        return closed, found
 
     PlacedStep.place = place  # type: ignore[method-assign]
     try:

@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from jaxdist.compat import under_no_mesh
-from jaxdist.ir.trace import step_mesh
+from jaxdist.ir.trace import current_step
 from jaxdist.runtime.context import get_context
 
 P = ParamSpec("P")
@@ -47,7 +47,7 @@ def per_device(fn: Callable[P, R], in_specs: Any, out_specs: Any, *, check_vma: 
     @under_no_mesh
     @functools.wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        mesh = step_mesh() or get_context().mesh
+        mesh = (current_step() or get_context()).mesh
         mapped = jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
         return mapped(*args, **kwargs)
 

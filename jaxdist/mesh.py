@@ -1,6 +1,7 @@
 """The axes of a job's mesh, and groups of its devices."""
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -130,6 +131,16 @@ def along(axes: Sequence[Axis], names: Collection[str]) -> Groups | None:
     some = [k for k, axis in enumerate(axes) if axis.name in names]
     rows = np.moveaxis(numbers, some, range(-len(some), 0)).reshape(-1, math.prod(axes[k].size for k in some))
     return tuple(tuple(map(int, row)) for row in rows)
+
+
+def axes_of_groups(groups: Groups | None, axes: Sequence[Axis]) -> tuple[str, ...]:
+    """Return the fewest axes along which the devices of each group differ (None: one group of all); () if none do."""
+    names, everyone = [axis.name for axis in axes if axis.size > 1], (range(math.prod(axis.size for axis in axes)),)
+    for some in (some for n in range(len(names)) for some in itertools.combinations(names, n + 1)):
+        rows = list(map(set, along(axes, some) or everyone))
+        if all(any(row.issuperset(group) for row in rows) for group in groups or everyone):
+            return some
+    return ()
 
 
 def on_each_host(hosts: Sequence[Any]) -> int:

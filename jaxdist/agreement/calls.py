@@ -15,6 +15,10 @@ CHANGED = (  # advice about copies that differ
     "step (code under `if rank == ...`, say): do the same on every rank, or do it in the step"
 )
 
+_SAME = (
+    "Every rank must have the same model, constants, options of the step and settings of JAX, and pass batches of the "
+    "same shape (drop or pad the tail of the data)"
+)
 _ADVICE = (
     "Inside a step nothing may depend on the rank: look for `ctx.rank`, an `if rank == ...`, a loop over a set (which "
     "PYTHONHASHSEED=0 puts into one order), a seed, options or versions that are not the same on all ranks."
@@ -37,7 +41,7 @@ def agree(
     everyone = context.control.exchange(tag, mine, context.timeout, what)
     if len({fingerprint for fingerprint, *_ in everyone}) > 1 or about.problem:
         details = context.control.exchange(f"{tag} details", about, context.timeout, about.call)
-        raise ValueError(difference(details, _advice))
+        raise ValueError(difference(details, _SAME))
     digests = by_value([digest for _, digest, _ in everyone])
     if len(digests) > 1:
         raise ValueError(_programs(context, tag, about.call, program, list(digests.values())))
@@ -50,28 +54,15 @@ def _programs(context: Context, tag: str, call: str, program: Traced | None, gro
     pair = groups[0][0], groups[1][0]
     told = [operations(program.source), operations(program.program)] if context.rank in pair else []
     details = context.control.exchange(f"{tag} operations", told, context.timeout, call)
-    text = "The operations match, but the returned values differ: one program on rank "
-    text += "; a different one on rank ".join(map(list_ranks, groups)) + "."
-    kinds = "operation", "operation of a device's program"
-    for what, *lines in zip(kinds, *(details[rank] for rank in pair), strict=True):
-        if found := _first_difference(*lines):
-            none = f"no {what} that the other does not have, too"
-            shown = [f"{x or none} on rank {list_ranks(g)}" for g, x in zip(groups[:2], found, strict=True)]
-            rest = [rank for group in groups[2:] for rank in group]
-            shown += [f"other programs again on rank {list_ranks(rest)}"] if rest else []
-            text = f"The first {what} that differs: {'; '.join(shown)}"  # on the line that `jaxdist run` repeats
-            break
+    both = zip(("operation", "operation of a device's program"), *(details[rank] for rank in pair), strict=True)
+    what, found = next((what, found) for what, *lines in both if (found := _first_difference(*lines)))
+    none = f"no {what} that the other does not have, too"
+    shown = [f"{x or none} on rank {list_ranks(g)}" for g, x in zip(groups[:2], found, strict=True)]
+    rest = [rank for group in groups[2:] for rank in group]
+    shown += [f"other programs again on rank {list_ranks(rest)}"] if rest else []
+    # On the line that `jaxdist run` repeats.
+    text = f"The first {what} that differs: {'; '.join(shown)}"
     return f"{call}: the ranks have different programs, and none has run. {text}\n{_ADVICE}"
-
-
-def _advice(name: str) -> str:
-    if name.startswith("constant "):
-        return "Anything but arrays must be the same on every rank"
-    if name.startswith("option "):
-        return "Decorate the step with the same options of jaxdist.data_parallel on every rank"
-    if name.startswith("setting "):
-        return "Settings of JAX must be the same on every rank"
-    return "Build the same model on every rank, and pass batches of the same shape (drop or pad the tail of the data)"
 
 
 def _first_difference(

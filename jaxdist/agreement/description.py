@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -41,7 +41,7 @@ class Description:
         return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-def difference(everyone: Sequence[Description], advice: Callable[[str], str]) -> str:
+def difference(everyone: Sequence[Description], advice: str) -> str:
     """Describe the first difference between the ranks: a problem, a different call, a different value."""
     if problems := {rank: d.problem for rank, d in enumerate(everyone) if d.problem}:
         return first_problem(everyone[min(problems)].call, problems)
@@ -52,7 +52,7 @@ def difference(everyone: Sequence[Description], advice: Callable[[str], str]) ->
     for name in dict.fromkeys(name for table in tables for name in table):
         values = by_value([table.get(name, "absent") for table in tables])
         if len(values) > 1:
-            return f"the ranks call {call} with different arguments: {name} is {listed(values)}. {advice(name)}"
+            return f"the ranks call {call} with different arguments: {name} is {listed(values)}. {advice}"
     return f"the ranks are at different calls of {call}, or name its arguments in a different order. {_SAME_CALLS}"
 
 

@@ -27,7 +27,7 @@ def on_every_rank(
     part: Callable[[], Part[R]],
     *,
     raises: tuple[type[Exception], ...] = (ValueError,),
-    advice: Callable[[str], str] = str,
+    advice: str = "It must be the same on every rank",
     patient: bool = False,
 ) -> tuple[R, list[Any]]:
     """Do this rank's part of a call, and continue if all ranks could do theirs, with the same arguments."""
@@ -35,7 +35,10 @@ def on_every_rank(
         alone = part()
         return alone.result, [alone.told]
     mine, mistake = _attempt(part)
-    kind, problem = _told(mistake, raises) if mistake else (0, "")
+    # The index of the error to raise on all ranks, and its message.
+    known = [raises.index(kind) for kind in type(mistake).__mro__ if kind in raises]
+    kind = known[0] if known else 0
+    problem = "" if mistake is None else (message_of(mistake) or "failed") if known else in_words(mistake)
     own = Description(call, mine.entries if mine else (), problem), kind, mine.told if mine else None
     with patience(context, call) if patient else contextlib.nullcontext():
         said = context.control.exchange(call, own, None if patient else context.timeout)
@@ -74,9 +77,3 @@ def _attempt(part: Callable[[], Part[R]]) -> tuple[Part[R] | None, Exception | N
         return part(), None
     except Exception as error:
         return None, error
-
-
-def _told(error: Exception, raises: tuple[type[Exception], ...]) -> tuple[int, str]:
-    """Return the index of the error to raise on all ranks, and its message."""
-    known = [raises.index(kind) for kind in type(error).__mro__ if kind in raises]
-    return (known[0], message_of(error) or "failed") if known else (0, in_words(error))

@@ -16,10 +16,9 @@ import jax
 from jaxdist.control.channel import Control
 from jaxdist.runtime.context import Context
 
-_NEXT, _FAILED = "the next call", "a call that failed"
+_NEXT = "the next call"
 _TURNS = 1024  # remembered pairs of calls in a row
 _NAMED = 64  # of the last calls, for messages
-_PATIENCE = 2.0  # seconds for a rank to fail in the same call as a different rank
 
 
 class Entry(NamedTuple):
@@ -33,22 +32,20 @@ class Ledger:
     """The calls of this rank; ask a context for its `only` one."""
 
     def __init__(self, context: Context):
-        self.count, self.unsettled = 0, False
+        self.count, self.unsettled = 0, False  # whether the call entered last has ended with an error here
         self._control: Control = context.control
-        self._watchdog = context.watchdog
         self._lock = threading.Lock()  # this rank enters a call, or its watcher judges: never both at once
         self._named: deque[str] = deque(maxlen=_NAMED)
         self._last, self._run = b"", 0  # the last call, and how often it was made in a row
         self._turns: dict[tuple[bytes, int], bytes] = {}  # the call that followed a run of equal calls
         self._announced: dict[int, int] = {}  # where other ranks are that make a call nobody expects
         self._thread: threading.Thread | None = None  # that has made the last call
-        self._output: jax.Array | None = None  # of its program
+        self.output: jax.Array | None = None  # an array of its result; None if it has ended
         if context.size > 1:
             self._control.position = lambda: self.count
             self._control.listen("enter", lambda rank, entry: self._waits(rank, *entry))
             self._control.listen(_NEXT, self._announces)
             self._control.listen("bye", self._left)
-            self._control.listen(_FAILED, self._has_failed)
 
     def begin(self) -> None:
         """Begin a call: wait for the one before, if a different thread made it."""
@@ -56,14 +53,10 @@ class Ledger:
         # other's messages.
         if self._control.size == 1 or (thread := threading.current_thread()) is self._thread:
             return
-        output, self._output, self._thread = self._output, None, thread
+        output, self.output, self._thread = self.output, None, thread
         with contextlib.suppress(RuntimeError):  # it was donated to a later program, or its own program failed
             if output is not None:
                 output.block_until_ready()
-
-    def dispatched(self, output: jax.Array | None) -> None:
-        """The call's program was dispatched; `output`: an array of its result, None if it has ended."""
-        self._output = output
 
     def waits(self, entry: Entry) -> bool:
         """Check whether a call must be compared first: unexpected, awaited by a rank, or after one that failed."""
@@ -105,11 +98,6 @@ class Ledger:
             if position == at:
                 self._waits(rank, position, what)
 
-    def failed(self, error: BaseException) -> None:
-        """The call entered last has ended with an error on this rank."""
-        self.unsettled = True
-        self._control.post(_FAILED, (self.count, type(error).__name__))
-
     def _foreseen(self, entry: Entry) -> bool:
         return entry.digest == self._turns.get((self._last, self._run), self._last)
 
@@ -139,18 +127,6 @@ class Ledger:
             f"{rank} calls {what}. Every rank must make the same calls in the same order, with batches of the same "
             "shape: look for a choice that is not the same on all ranks, or a tail of the data that is not"
         )
-
-    def _has_failed(self, rank: int, told: tuple[int, str]) -> None:
-        later = threading.Timer(_PATIENCE, self._is_missed, (rank, *told))
-        later.daemon = True
-        later.start()
-
-    def _is_missed(self, rank: int, count: int, error: str) -> None:
-        if self.count == count and self._watchdog.busy:
-            self._control.fail(
-                f"rank {rank} has left {self._named[-1]} with {error}, and rank {self._control.rank} waits for it. "
-                "An error of a step that is caught has to be caught on every rank"
-            )
 
     def _left(self, rank: int, count: int) -> None:
         with self._lock:

@@ -75,16 +75,14 @@ def compare(context: Context, tree: Any, tag: str, prefix: str) -> None:
         kinds = [(leaf.name, leaf.kind) for leaf in leaves]
         uniform = all(len({s for _, s in sums}) == 1 for leaf in leaves for _, sums in leaf.parts)
         bits = grouped((part, (leaf.name, sums[0][1])) for leaf in leaves for part, sums in leaf.parts)
-        digest = _digest(kinds) if uniform else ""
-        return Part(leaves, told=(digest, {part: _digest(own) for part, own in bits.items()}))
+        digest = _digest(sorted(kinds)) if uniform else ""
+        return Part(leaves, told=(digest, {part: _digest(sorted(own)) for part, own in bits.items()}))
 
     leaves, told = on_every_rank(context, tag, examine, raises=(SyncError,))
     digests, parts = {digest for digest, _ in told}, grouped(one for _, own in told for one in own.items())
     if len(digests) == 1 and "" not in digests and all(len(set(own)) == 1 for own in parts.values()):
         return
     found = _differences(context.control.exchange(f"{tag} details", leaves, context.timeout))
-    if not found:
-        raise SyncError(f"{prefix}: the ranks have the same leaves in a different order")
     more = f" ({len(found) - 1} more of its leaves differ.)" if len(found) > 1 else ""
     raise SyncError(f"{prefix}{found[0]}.{more} {_ADVICE}")
 

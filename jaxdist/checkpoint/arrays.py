@@ -15,9 +15,10 @@ from jax.sharding import NamedSharding
 from jaxdist import compat
 from jaxdist.checkpoint.checksum import share_of
 from jaxdist.checkpoint.directory import ITEM
-from jaxdist.checkpoint.manifest import DamagedError, Leaf, Leaves, Name, is_key, is_padded_inside, unreadable
+from jaxdist.checkpoint.manifest import DamagedError, Leaf, Leaves, Name, is_padded_inside, unreadable
 from jaxdist.errors import CheckpointError
 from jaxdist.placements.layouts import Padded, physical
+from jaxdist.step.batch import is_keys
 
 Bounds = tuple[tuple[int, int], ...]  # a slice's begin and end along each dimension
 _INDEX_IN_MEMORY = 100_000_000  # bytes of the database's index; without a limit nothing is cached
@@ -117,7 +118,7 @@ def _on_mesh(x: Any) -> tuple[NamedSharding, tuple[int, ...]] | None:
     if type(x) is Padded:
         return None if is_padded_inside(x) else (x.array.sharding, x.array.shape)  # type: ignore[return-value]
     own = getattr(x, "sharding", None)
-    return (own, tuple(x.shape)) if isinstance(own, NamedSharding) and not is_key(x) else None
+    return (own, tuple(x.shape)) if isinstance(own, NamedSharding) and not is_keys(x) else None
 
 
 def _own_bounds(x: Any, shape: tuple[int, ...]) -> list[Bounds]:
@@ -146,7 +147,7 @@ def placed(blocks: dict[Bounds, np.ndarray], x: Any, leaf: Leaf) -> Any:
         value = jax.make_array_from_callback(padded, sharding, block)
     else:
         value = _off_mesh(next(iter(blocks.values())), x, leaf)
-    if isinstance(value, jax.Array) and not is_key(value):
+    if isinstance(value, jax.Array) and not is_keys(value):
         value = compat.with_weak_type(value, leaf.weak)
     return Padded(value, x.layout) if type(x) is Padded else value
 
@@ -160,4 +161,4 @@ def _off_mesh(value: np.ndarray, x: Any, leaf: Leaf) -> Any:
     # Not device_put, which refuses a mesh of several processes.
     on_mesh = isinstance(sharding, NamedSharding)
     array = jax.make_array_from_callback(value.shape, sharding, value.__getitem__) if on_mesh else jnp.asarray(value)
-    return jax.random.wrap_key_data(array, impl=leaf.key) if is_key(x) else array
+    return jax.random.wrap_key_data(array, impl=leaf.key) if is_keys(x) else array

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from jaxdist.errors import CheckpointError, message_of
 from jaxdist.placements.layouts import Padded
 from jaxdist.sharding import unshard
+from jaxdist.step.batch import is_keys
 
 FILE = "manifest.json"
 IN_SAFETENSORS = {
@@ -124,7 +124,7 @@ def refusal(x: Any) -> str:
             f"{kind.__name__} is not a JAX or NumPy array, a number or a string, so it cannot be restored "
             "unchanged: save int(x), str(x) or np.asarray(x); of a masked array, data and mask"
         )
-    if not is_key(x) and x.dtype.name not in STORABLE:
+    if not is_keys(x) and x.dtype.name not in STORABLE:
         return f"the format on disk does not support {x.dtype}: save a different dtype, or the bits (x.view)"
     return ""
 
@@ -133,17 +133,12 @@ def kind_of(x: Any) -> str:
     """Return type and shape of a leaf in words; byte order in memory does not count."""
     if type(x) in PYTHON:
         return "str" if isinstance(x, str) else type(x).__name__
-    return f"{x.dtype if is_key(x) else np.dtype(x.dtype).name}{list(np.shape(x))}"
-
-
-def is_key(x: Any) -> bool:
-    """Check whether `x` is an array of PRNG keys of JAX's new type."""
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return f"{x.dtype if is_keys(x) else np.dtype(x.dtype).name}{list(np.shape(x))}"
 
 
 def stored_form(x: Any) -> Any:
     """Return the array to store: a key's data; a `Padded` leaf unchanged, or whole if padded inside."""
-    if is_key(x):
+    if is_keys(x):
         return jax.random.key_data(x)
     return unshard(x) if type(x) is Padded and is_padded_inside(x) else x
 

@@ -13,12 +13,13 @@ from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import arrays, manifest
 from jaxdist.checkpoint.checksum import MODULUS
 from jaxdist.checkpoint.directory import absolute, passed_over, steps
-from jaxdist.checkpoint.manifest import PYTHON, DamagedError, Leaf, Leaves, Name, is_key, kind_of, named
+from jaxdist.checkpoint.manifest import PYTHON, DamagedError, Leaf, Leaves, Name, kind_of, named
 from jaxdist.checkpoint.writing import await_pending
 from jaxdist.compat import under_no_mesh
 from jaxdist.errors import CheckpointError
 from jaxdist.extras import need
 from jaxdist.runtime.context import Context, get_context
+from jaxdist.step.batch import is_keys
 from jaxdist.tracebacks import api_boundary
 
 T = TypeVar("T")
@@ -61,7 +62,7 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T
     root, failed = absolute(path), dict[int, Exception]()
     for _ in range(_TRIES):
         choose = functools.partial(_choose, ctx, root, step, like, failed)
-        _, told = on_every_rank(ctx, "restore", choose, raises=_ERRORS, advice=lambda _: "Restore the same step")
+        _, told = on_every_rank(ctx, "restore", choose, raises=_ERRORS, advice="Restore the same step")
         found: int = told[0]
         if found in failed:  # only some ranks may see it
             raise failed[found]
@@ -182,7 +183,7 @@ def _check_leaves(where: Path, like: dict[Name, Any], leaves: Leaves) -> None:
                 "was saved, and convert it afterwards"
             )
         x = like[name]
-        ours = isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) and not is_key(x)
+        ours = isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) and not is_keys(x)
         if ours and jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
             raise CheckpointError(f"leaf {'.'.join(name)} is {x.dtype}: set jax_enable_x64, or use NumPy in `like`")
 

@@ -23,13 +23,14 @@ from jaxdist.agreement.description import first_problem
 from jaxdist.agreement.every_rank import Part, on_every_rank, patience
 from jaxdist.checkpoint import arrays, directory, manifest
 from jaxdist.checkpoint.checksum import MODULUS, share_of
-from jaxdist.checkpoint.manifest import PYTHON, Leaf, Name, brief, is_key, kind_of, named, on_host, refusal, stored_form
+from jaxdist.checkpoint.manifest import PYTHON, Leaf, Name, brief, kind_of, named, on_host, refusal, stored_form
 from jaxdist.compat import under_no_mesh
 from jaxdist.control import failfast
 from jaxdist.errors import CheckpointError, SyncError
 from jaxdist.extras import need
 from jaxdist.placements.layouts import Padded, copied, physical
 from jaxdist.runtime.context import Context, get_context
+from jaxdist.step.batch import is_keys
 from jaxdist.tracebacks import api_boundary
 
 _SLICE = 5.0  # seconds between checks of a waiting rank whether the job is ending
@@ -181,7 +182,7 @@ def save(
         return Part((final, leaves), asked, secrets.token_hex(8))
 
     errors, advice = (CheckpointError, FileExistsError, ValueError, TypeError, ImportError), "Pass the same everywhere"
-    (final, leaves), told = on_every_rank(ctx, "save", prepare, raises=errors, advice=lambda _: advice)
+    (final, leaves), told = on_every_rank(ctx, "save", prepare, raises=errors, advice=advice)
     if ctx.size > 1:
         _compare(ctx, leaves)
     parts = {name: _part(ctx, x, copy=not wait) for name, x in leaves.items()}
@@ -247,7 +248,7 @@ def _compare(ctx: Context, leaves: dict[Name, Any]) -> None:
         elif type(x) in PYTHON:
             seen[label] = x
         else:
-            seen[label] = x.addressable_data(0) if isinstance(x, jax.Array) and is_key(x) else on_host(x)
+            seen[label] = x.addressable_data(0) if isinstance(x, jax.Array) and is_keys(x) else on_host(x)
     try:
         sync.compare(ctx, seen, "save", "the ranks would save different states: leaf ")
     except SyncError as error:
@@ -261,7 +262,7 @@ def _part(ctx: Context, x: Any, copy: bool) -> tuple[Leaf, Any]:
     """Prepare a leaf for writing; copy it if training continues meanwhile."""
     if type(x) in PYTHON:
         return Leaf(kind_of(x), str(x) if isinstance(x, str) else x), None
-    key = str(jax.random.key_impl(x)) if is_key(x) else None
+    key = str(jax.random.key_impl(x)) if is_keys(x) else None
     kind, weak, x = kind_of(x), bool(getattr(x, "weak_type", False)), stored_form(x)
     leaf = Leaf(kind, None, tuple(x.shape), np.dtype(x.dtype).name, 0, key, weak)
     array = physical(x)

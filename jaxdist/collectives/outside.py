@@ -100,14 +100,14 @@ class Outside:
             if mine.problem:
                 return
             if len(set(everyone)) > 1:
-                raise ValueError(f"rank {ctx.rank}, {number}: {difference(everyone, lambda _: _ADVICE)}")
+                raise ValueError(f"rank {ctx.rank}, {number}: {difference(everyone, _ADVICE)}")
         self._ledger.enter(entry)
 
     def _run(self, program: Program, gets: bool, arrays: Sequence[Any]) -> list[jax.Array]:
         """Run a program; without a part in its result, this rank keeps its own arrays."""
         device = self._first[self._ctx.rank]
         parts = [out.addressable_data(0) for out in program([jax.device_put(x, device) for x in arrays])]
-        self._ledger.dispatched(parts[0])
+        self._ledger.output = parts[0]
         if not gets:
             return [x if isinstance(x, jax.Array) else jnp.array(x) for x in arrays]  # NumPy's may change
         # On CPUs, return an array like the user's own, not bound to a device. It shares memory.

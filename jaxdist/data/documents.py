@@ -1,6 +1,7 @@
 """Documents of text or tokens, by index, from files that stay on disk."""
 
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -19,7 +20,6 @@ from jaxdist.runtime.context import get_context
 
 _TOKENS, _ENDS, _ABOUT = "tokens.npy", "ends.npy", "about.json"
 _BLOCK = 1 << 15  # tokens per digest
-_CHUNK = 1 << 20  # bytes of text per step of a checksum
 _SAMPLES = 64  # documents at the start that are encoded again to check that a folder has the same tokens
 
 
@@ -75,14 +75,13 @@ class Text:
                 yield from whole
         yield rest
 
-    def checksum(self) -> int:
+    def checksum(self) -> str:
         """Return a checksum of the files' bytes."""
-        value = zlib.crc32(repr([Path(path).stat().st_size for path in self._paths]).encode())
+        value = hashlib.blake2b()
         for path in self._paths:
             with Path(path).open("rb") as file:
-                for chunk in iter(functools.partial(file.read, _CHUNK), b""):
-                    value = zlib.crc32(chunk, value)
-        return value
+                value.update(hashlib.file_digest(file, "blake2b").digest())
+        return value.hexdigest()
 
 
 class Documents:
@@ -236,7 +235,7 @@ def tokenize(
     errors = ValueError, TypeError, OSError, DataError
     on_every_rank(ctx, "tokenize", write, raises=errors, patient=True)
     advice = "The folder has to be one that every host sees"
-    return on_every_rank(ctx, "tokenize", read, raises=errors, advice=lambda _: advice)[0]
+    return on_every_rank(ctx, "tokenize", read, raises=errors, advice=advice)[0]
 
 
 def _write(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path, dtype: np.dtype[Any]) -> None:

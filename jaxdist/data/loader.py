@@ -77,8 +77,7 @@ def loader(
       [2, 3]
       [4]
     """
-    settings = {"workers": workers, "prefetch": prefetch}
-    return Loader(get_context(), source, batch_size, shuffle, seed, tail, transform, mesh, **settings)
+    return Loader(get_context(), source, batch_size, shuffle, seed, tail, transform, mesh, workers, prefetch)
 
 
 class Loader:
@@ -292,7 +291,7 @@ class Loader:
             return Part(mine, tuple((name, repr(value)) for name, value in mine.items()))
 
         advice = "Give the same data set (all of it) and settings on every rank"
-        return on_every_rank(self._context, what, part, raises=_ERRORS, advice=lambda _: advice)[0]
+        return on_every_rank(self._context, what, part, raises=_ERRORS, advice=advice)[0]
 
 
 def _place(state: State) -> Place:

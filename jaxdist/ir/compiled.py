@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from jaxdist import compat
-from jaxdist.mesh import Groups, along, axes_of_mesh
+from jaxdist.mesh import Groups, axes_of_groups, axes_of_mesh
 from jaxdist.sources import is_ours, of_the_user
 
 _KINDS = {
@@ -125,21 +125,11 @@ def collectives_of(text: str, meshes: Sequence[Mesh]) -> dict[str, Collective]:
     bodies, lines, found = computations(text)[0].values(), _users_lines(text), {}
     for one in itertools.chain.from_iterable(bodies):
         if one.kind:
-            found[one.name] = Collective(one.kind, _axes(one.groups, meshes), lines[one.name])
+            axes = next(filter(None, (axes_of_groups(one.groups, axes_of_mesh(mesh)) for mesh in meshes)), ())
+            found[one.name] = Collective(one.kind, "+".join(axes), lines[one.name])
         elif by_mpi := _MPI.match(one.name):
             found[one.name] = Collective(f"MPI {by_mpi[1]}", "", lines[one.name])
     return found
-
-
-def _axes(groups: Groups | None, meshes: Sequence[Mesh]) -> str:
-    """Return the names of mesh axes along which devices of each group differ, or ""."""
-    for mesh in meshes:
-        axes = [axis.name for axis in axes_of_mesh(mesh) if axis.size > 1]
-        for names in itertools.chain.from_iterable(itertools.combinations(axes, n + 1) for n in range(len(axes))):
-            rows = [set(row) for row in along(axes_of_mesh(mesh), names) or [range(mesh.size)]]
-            if all(any(row.issuperset(group) for row in rows) for group in groups or [range(mesh.size)]):
-                return "+".join(names)
-    return ""
 
 
 def _users_lines(text: str) -> dict[str, str]:

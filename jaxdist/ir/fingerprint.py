@@ -117,15 +117,14 @@ def _each(closed: ClosedJaxpr, within: Within = ()) -> Iterator[tuple[bytes, str
 
 def _held(v: Any, value: Any) -> str:
     """Return a constant's text: a number, or the checksum of an array."""
-    if np.ndim(value) == 0 and not jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key):
-        return f"{np.asarray(value)}"
-    raw = value
     if jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key):
         with jax.ensure_compile_time_eval():  # the program with the constant is being traced
-            raw = jax.random.key_data(value)
-    if isinstance(raw, jax.Array) and not raw.is_fully_addressable:
+            value = jax.random.key_data(value)
+    elif np.ndim(value) == 0:
+        return f"{np.asarray(value)}"
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
         raise ValueError(
-            f"the step closes over an array of shape {raw.shape} that is split over several processes. Pass it as "
+            f"the step closes over an array of shape {value.shape} that is split over several processes. Pass it as "
             "an argument"
         )
-    return f"{aval_text(v)} with the checksum {checksum(np.asarray(raw)):08x}"
+    return f"{aval_text(v)} with the checksum {checksum(np.asarray(value)):08x}"

@@ -161,7 +161,6 @@ class Interpreter:
 
     def __init__(self, rules: Mapping[Primitive, Rule]):
         self.rules = dict(rules)
-        self._contains: dict[int, tuple[Jaxpr, bool]] = {}
 
     def run(self, closed: ClosedJaxpr, *args: Any) -> list[Any]:
         """Return the outputs of `closed` at `args`."""
@@ -229,13 +228,7 @@ class Interpreter:
 
     def touches(self, eqn: JaxprEqn) -> bool:
         """Check whether an equation must be evaluated, because a nested jaxpr binds a ruled primitive."""
-
-        def cached(jaxpr: Jaxpr) -> bool:
-            if id(jaxpr) not in self._contains:  # keeps the jaxpr alive: its id stays unique
-                self._contains[id(jaxpr)] = (jaxpr, contains(jaxpr, self.rules))
-            return self._contains[id(jaxpr)][1]
-
-        return any(cached(sub.jaxpr) for sub in subjaxprs(eqn))
+        return any(contains(sub.jaxpr, self.rules) for sub in subjaxprs(eqn))
 
 
 def _last_uses(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> dict[Any, int]:

@@ -13,7 +13,6 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.extend.core import primitives as p
-from jax.sharding import Mesh
 
 from jaxdist import compat
 from jaxdist.errors import StepError
@@ -21,18 +20,18 @@ from jaxdist.ir.interpreter import Interpreter, axes_of, contains, groups_of, su
 from jaxdist.mesh import AXIS, MODEL, SEQUENCE
 
 _log = logging.getLogger("jaxdist")
-_mesh: ContextVar[Any] = ContextVar("jaxdist_inside_step", default=None)
+_step: ContextVar[Any] = ContextVar("jaxdist_inside_step", default=None)
 _KNOWN = (AXIS, MODEL, SEQUENCE)
 
 
 def inside_step() -> bool:
     """Check whether the current code is being traced as part of a decorated step."""
-    return _mesh.get() is not None
+    return _step.get() is not None
 
 
-def step_mesh() -> Mesh | None:
-    """Return the mesh of the decorated step that is being traced, if any."""
-    return _mesh.get()
+def current_step() -> Any:
+    """Return the decorated step that is being traced (a `jaxdist.step.finite.Findings`), if any."""
+    return _step.get()
 
 
 def on_device() -> bool:
@@ -41,31 +40,24 @@ def on_device() -> bool:
 
 
 @contextlib.contextmanager
-def stepping(mesh: Any) -> Iterator[None]:
-    """Trace as part of a step on `mesh` within this context."""
-    token = _mesh.set(mesh)
+def stepping(step: Any) -> Iterator[None]:
+    """Trace as part of a step within this context."""
+    token = _step.set(step)
     try:
         yield
     finally:
-        _mesh.reset(token)
+        _step.reset(token)
 
 
 def trace(
-    fun: Callable[..., Sequence[Any]], args: Sequence[Any], on_axis: Callable[[str, Any], object] | None = None
-) -> ClosedJaxpr:
-    """Trace with axes of size one, and remove them; `on_axis` gets a named axis, and the divisors of sums over it."""
+    fun: Callable[..., Sequence[Any]], args: Sequence[Any]
+) -> tuple[ClosedJaxpr, str, Sequence[tuple[float, str]]]:
+    """Trace with axes of size one, and remove them; also return the axis, and what sums over it are divided by."""
     names = [AXIS]
     while True:
         try:
             closed = jax.make_jaxpr(fun, axis_env=[(name, 1) for name in names])(*args)
             break
-        except AssertionError as error:
-            if "ManualAxisType" not in str(error):
-                raise
-            raise StepError(
-                "the step uses lax.pcast, which is only valid in jax.shard_map: a step runs as on one device with the "
-                "whole batch. Leave it out, or put such code in jaxdist.per_device"
-            ) from error
         except NameError as error:
             found = re.search(r"unbound axis name:? ([^\s.]+)", str(error))
             if found is None or (name := found[1].strip("'\"")) in names:
@@ -85,11 +77,9 @@ def trace(
         plain = Interpreter({compat.composite_p: compat.expanded})
         closed = jax.make_jaxpr(lambda *xs: plain.run(closed, *xs), axis_env=axes)(*closed.in_avals)
     if not _named(closed.jaxpr, set(names)):
-        return closed
-    if on_axis is not None:
-        on_axis(names[-1], list(_divided(closed.jaxpr, set(names))))
-    alone = Alone(names)
-    return jax.make_jaxpr(lambda *xs: alone.run(closed, *xs), axis_env=axes)(*closed.in_avals)
+        return closed, names[-1], ()
+    alone, divided = Alone(names), list(_divided(closed.jaxpr, set(names)))
+    return jax.make_jaxpr(lambda *xs: alone.run(closed, *xs), axis_env=axes)(*closed.in_avals), names[-1], divided
 
 
 def with_axis(fun: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -107,7 +97,7 @@ def with_axis(fun: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         out_tree.append(structure)
         return outs
 
-    closed = trace(flat, [jax.typeof(x) for x in leaves])
+    closed, *_ = trace(flat, [jax.typeof(x) for x in leaves])
     return jax.tree.unflatten(out_tree[-1], jaxpr_as_fun(closed)(*leaves))
 
 

@@ -32,7 +32,6 @@ class Collective:
     groups: tuple[tuple[int, ...], ...]  # the devices that take part, one ring per group
     times: int  # number of runs per step
     overlapped: bool  # whether a kernel on more than scalars runs between its start and its end
-    where: str = ""  # the operation's name in JAX, with surrounding loops and functions
 
     @property
     def devices(self) -> int:
@@ -69,9 +68,9 @@ def sent(program: ClosedJaxpr, axes: Sequence[Axis], machine: Machine) -> Iterat
             where = "", 1, None
         for dtype, size in _moved(eqn, kind, max(map(len, groups)), on_cpu):
             together.setdefault((kind, groups, hidden, where), []).append((dtype, size * turns))
-    for (kind, groups, hidden, (where, times, _)), several in together.items():
+    for (kind, groups, hidden, (_, times, _)), several in together.items():
         dtype = "+".join(dict.fromkeys(dtype for dtype, _ in several))
-        yield Collective(kind, dtype, sum(size for _, size in several) // times, groups, times, hidden, where)
+        yield Collective(kind, dtype, sum(size for _, size in several) // times, groups, times, hidden)
 
 
 def _moved(eqn: JaxprEqn, kind: str, n: int, on_cpu: bool) -> Iterator[tuple[str, int]]:

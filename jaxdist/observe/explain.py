@@ -50,6 +50,5 @@ def explain(step: Callable[..., Any], *args: Any, verbose: bool = False, **kwarg
       True
     """
     decorated: DataParallel = step if isinstance(step, DataParallel) else data_parallel(step)  # type: ignore[assignment]
-    placed = decorated.placed(*args, **kwargs)
-    cut = decorated.program(*args, **kwargs).placed.cut_by_model()
-    return Explanation(tuple(rows(placed)), cut, decorated.why, verbose)
+    placed = decorated.program(*args, **kwargs).placed
+    return Explanation(tuple(rows(placed.emitted[1])), placed.cut_by_model(), decorated.why, verbose)

@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import functools
 import hashlib
-import itertools
 import math
 import os
 import re
@@ -20,7 +19,7 @@ from jax.sharding import Mesh
 from jaxdist import compat
 from jaxdist.ir.wire import Collective
 from jaxdist.machine import VIRTUAL
-from jaxdist.mesh import AXIS, GROUP, Axis, Sizes, along, along_data, mesh_of, on_each_host
+from jaxdist.mesh import AXIS, GROUP, Sizes, along_data, axes_of_groups, mesh_of, on_each_host
 from jaxdist.placements.marks import HOST
 from jaxdist.planning import schedule
 from jaxdist.planning.footprint import readable
@@ -122,10 +121,11 @@ class Elsewhere:
         """Compile a step and return its needs as XLA reports them."""
         began = time.monotonic()
         # Levels 1 and 2 are often one program, and its compilation is most of the time.
-        key = hashlib.sha256(ahead.lowered.as_text().encode()).digest(), ahead.arguments
+        lowered = ahead.made.lower()
+        key = hashlib.sha256(lowered.as_text().encode()).digest(), ahead.arguments
         if key not in self._programs:
             with _silence() if self.compiled_for == "cuda" else contextlib.nullcontext():
-                compiled = ahead.lowered.compile()
+                compiled = lowered.compile()
             self._programs[key] = _read(compiled, ahead, self._mesh.size, self.compiled_for == "cpu")
         return dataclasses.replace(self._programs[key], ahead=ahead, seconds=time.monotonic() - began)
 
@@ -175,7 +175,9 @@ class Elsewhere:
                 overlapped = float(c.overlapped) if self.compiled_for == "cuda" else None
                 between, seconds = c.sent * machine.crossings(c.groups), c.seconds(machine)
                 traffic = Traffic(c.kind, c.times, c.times * c.bytes, c.sent, seconds, overlapped, between)
-                rows.setdefault((self._axes(c, ahead.made.placed.axes), c.kind), []).append(traffic)
+                names = axes_of_groups(c.groups, ahead.made.placed.axes) if len(self._mesh.shape) > 1 else ()
+                axis = "+".join(dict.fromkeys(AXIS if name == GROUP else name for name in names))
+                rows.setdefault((axis, c.kind), []).append(traffic)
         fits, shared = needs.peak <= self.memory, ahead.shared
         return Candidate(
             **vars(ahead.times(needs.collectives, machine)), level=level, own=own,
@@ -184,16 +186,6 @@ class Elsewhere:
             traffic=tuple(total_of(kind, found, axis) for (axis, kind), found in sorted(rows.items())),
             flops=ahead.flops, host=ahead.away, compile_seconds=needs.seconds,
         )  # fmt: skip
-
-    def _axes(self, c: Collective, axes: Sequence[Axis]) -> str:
-        """Return the axes of a collective on a mesh with several, or "" if no groups match."""
-        groups = {frozenset(group) for group in c.groups}
-        for k in range(1, 1 + len(axes) * (len(self._mesh.shape) > 1)):
-            for names in itertools.combinations([axis.name for axis in axes if axis.size > 1], k):
-                alike = along(axes, names) or (range(self._mesh.size),)
-                if {frozenset(group) for group in alike} == groups:
-                    return "+".join(dict.fromkeys(AXIS if name == GROUP else name for name in names))
-        return ""
 
     def plan(self, written: Ahead, found: Sequence[Candidate], **more: Any) -> Plan:
         """Return the whole report."""

@@ -38,8 +38,7 @@ def _walk(computations: Computations, name: str, devices: int, times: int) -> It
             if kind == "reduce-scatter" and not started:
                 size *= max(map(len, groups))
             hidden = started and _hidden(body, i, types)
-            where = one.attribute(r'op_name="([^"]*)"') or ""
-            yield Collective(kind, dtype, size, groups, times, hidden, where)
+            yield Collective(kind, dtype, size, groups, times, hidden)
             continue
         turns = int(one.attribute(r'"known_trip_count":\{"n":"(\d+)"') or 1)
         for other in one.called:

@@ -22,21 +22,17 @@ class Calling:
             self._signature = None
         self._parameters = list(self._signature.parameters.values()) if self._signature else []
         self._names = [p.name for p in self._parameters]
-        self.static = self.named(static_argnums, "static_argnums").union(static_argnames)
-        self.check_named(self.static, "static_argnames")
+        self.static = self.named("static", static_argnums, static_argnames)
 
-    def named(self, argnums: Sequence[int], what: str) -> frozenset[str]:
-        """Names of the parameters at these positions, which came as the argument `what`."""
+    def named(self, kind: str, argnums: Sequence[int], argnames: Sequence[str]) -> frozenset[str]:
+        """The names of the parameters that two options give, by position and by name."""
         for n in argnums:
             if not -len(self._names) <= n < len(self._names):
-                raise ValueError(f"{what}={n}: the step has {len(self._names)} parameters")
-        return frozenset(self._names[n] for n in argnums)
-
-    def check_named(self, names: Collection[str], what: str) -> None:
-        """Refuse names that no parameter has, which came as the argument `what`."""
-        unknown = set(names).difference(self._names)
+                raise ValueError(f"{kind}_argnums={n}: the step has {len(self._names)} parameters")
+        unknown = set(argnames).difference(self._names)
         if unknown and not any(p.kind is p.VAR_KEYWORD for p in self._parameters):
-            raise ValueError(f"{what}={sorted(unknown)}: the step's parameters are {self._names}")
+            raise ValueError(f"{kind}_argnames={sorted(unknown)}: the step's parameters are {self._names}")
+        return frozenset(self._names[n] for n in argnums).union(argnames)
 
     def arrange(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
         """All arguments of a call in the order of the parameters, constants as `Static`."""

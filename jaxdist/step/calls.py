@@ -107,11 +107,11 @@ class Calls:
             result, found = known.program(state, batch)
         except BaseException as error:
             active.finish(None, type(error).__name__)
-            self._ledger.failed(error)
+            self._ledger.unsettled = True
             self.context.control.process.stay_if_ending()  # a rank that left may be its cause
             raise
         active.finish(result)
-        self._ledger.dispatched(active.output)
+        self._ledger.output = active.output
         return result, found
 
     def _look_up(
@@ -119,7 +119,7 @@ class Calls:
     ) -> tuple[Known, Sequence[int] | None]:
         """Return the call for these arguments; unless it is the latest, also the leaves of the state that must move."""
         settings, latest = (trace_settings(), self.cache.looked_for), self._latest.get(tree)
-        if latest is not None and latest.fits(leaves, settings) and not latest.gone(leaves):
+        if latest is not None and latest.fits(leaves, settings):
             return latest, None
         check_there(self.name, self._settings.calling, args, keywords, leaves)
         signature = self.reader.signature(args, keywords, leaves, tree)
@@ -157,7 +157,7 @@ class Calls:
 
     def announce(self, made: Program) -> None:
         """Warn about slow parts of a program, once."""
-        placed = [one.placed for one in made.placed.emitted[1]]
+        placed = made.placed.emitted[1]
         if not placed or not self.context.is_root or self._warned:
             return
         if text := report.warning(placed) or (self._settings.batch_argnums is None and made.placed.unsplit()):
@@ -263,19 +263,12 @@ class Calls:
             if len(set(batch.sizes([data[i] for i in at])) - {None}) == 1:  # it could as well be the batch
                 read.update(at)
         for i in sorted(read.intersection(differs)):
-            advice = (
-                "If each rank has its own part of it, it belongs to the batch: name its argument in batch_argnums. If "
-                "the ranks should have the same, decorate the step that made it with jaxdist.data_parallel. "
-                + batch.INDICES
-            )
-            aval = placed.avals[i]
-            if not aval.shape:
-                advice = "It has no per-example axis, so every rank must pass the same value"
-            if batch.is_keys(aval) or batch.like_a_raw_key(aval):
-                advice = "Use one key on all ranks: each example gets numbers of its own from it"
             raise ValueError(
                 f"step {self.name!r}: state leaf {names[i]} is not the same on rank 0 and rank "
-                f"{list_ranks(differs[i])}. {advice}"
+                f"{list_ranks(differs[i])}. If each rank has its own part of it, it belongs to the batch: name its "
+                "argument in batch_argnums. If the ranks should have the same (a number, or a key, from which each "
+                "example gets numbers of its own), pass it, or decorate the step that made it with "
+                f"jaxdist.data_parallel. {batch.INDICES}"
             )
         differ = sorted(differs)
         if differ and self.context.is_root:

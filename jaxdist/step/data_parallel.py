@@ -197,8 +197,7 @@ def decorator(step: Callable[..., Any] | None, mesh: AnyMesh | None, layouts: La
                 "lose the axis of devices"
             )
         calling = Calling(step, of["static_argnums"], of["static_argnames"])
-        donated = calling.named(of["donate_argnums"], "donate_argnums").union(of["donate_argnames"])
-        calling.check_named(donated, "donate_argnames")
+        donated = calling.named("donate", of["donate_argnums"], of["donate_argnames"])
         settings = Settings(
             step, calling, of["batch_argnums"], of["donate"], donated, of["check_finite"],
             of["check_every"], mesh, layouts, of["bucket_bytes"], of["compress"],

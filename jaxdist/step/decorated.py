@@ -17,7 +17,6 @@ from jaxdist.ir.primitives import plain_p
 from jaxdist.ir.trace import inside_step, with_axis
 from jaxdist.machine import Machine
 from jaxdist.mesh import mesh_of
-from jaxdist.placements.strategy import Placed
 from jaxdist.runtime.context import Context, get_context, machine_of
 from jaxdist.step import modules
 from jaxdist.step.calling import AUTO, AnyMesh, Settings
@@ -106,14 +105,10 @@ class DataParallel(Generic[P, R]):
         return jax.tree.map(lambda x: plain_p.bind(x, name=self._base) if isinstance(x, jax.Array) else x, result)
 
     @api_boundary
-    @under_no_mesh
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """The program for these arguments, lowered and not yet compiled. Nothing is sent."""
-        calls = self._calls(args, kwargs)
-        signature, leaves = self._read(calls, args, kwargs)
-        calls.placer.check(signature, leaves)
-        program = calls.cache.program(signature, leaves)
-        calls.announce(program)
+        program = self.program(*args, **kwargs)
+        self._calls(args, kwargs).announce(program)
         return program.lower()
 
     def clear_cache(self) -> None:
@@ -130,13 +125,9 @@ class DataParallel(Generic[P, R]):
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """Return the program for these arguments, not compiled. Nothing is sent."""
         calls = self._calls(args, kwargs)
-        return calls.cache.program(*self._read(calls, args, kwargs))
-
-    @under_no_mesh
-    def placed(self, *args: Any, **kwargs: Any) -> list[Placed]:
-        """`program`, placed over each axis; nothing: on one device."""
-        placed = self.program(*args, **kwargs).placed
-        return [one.placed for one in placed.place()] if placed.mesh.size > 1 else []
+        signature, leaves = self._read(calls, args, kwargs)
+        calls.placer.check(signature, leaves)
+        return calls.cache.program(signature, leaves)
 
     def _read(self, calls: Calls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Signature, list[Any]]:
         """Return the signature of a call and its leaves, with objects of nnx as their arrays."""
@@ -165,7 +156,7 @@ class DataParallel(Generic[P, R]):
             mesh, why = choose(self.forecast(context.mesh, machine_of(context.mesh), args, kwargs, True), context)
             return Part((mesh, why), (("mesh", said(mesh.shape)),))
 
-        advice = lambda _: "Give the sizes of its axes, or the same JAXDIST_MACHINE on all ranks"
+        advice = "Give the sizes of its axes, or the same JAXDIST_MACHINE on all ranks"
         try:
             return on_every_rank(context, f"the mesh of step {self._base!r}", part, advice=advice)[0]
         except ValueError as error:

@@ -4,9 +4,7 @@ In a decorated step the counts are one more output of its program, the same on e
 all ranks raise the same error without one more message.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -20,7 +18,7 @@ from jaxdist.agreement.description import list_ranks
 from jaxdist.errors import StepError
 from jaxdist.ir.primitives import count_p
 from jaxdist.ir.primitives import counts as counts_of
-from jaxdist.ir.trace import step_mesh
+from jaxdist.ir.trace import current_step
 from jaxdist.mesh import NAMES
 
 Tree = TypeVar("Tree")
@@ -59,7 +57,7 @@ def check_finite(tree: Tree, name: str = "tree") -> Tree:
         ...
       FloatingPointError: step 'step...', call 1: loss is not finite: 1 infinite on every device. ...
     """
-    found = _collector.get()
+    found: Findings | None = current_step()
     if found is not None:
         found.look_at(tree, name)
         return tree
@@ -76,9 +74,10 @@ def check_finite(tree: Tree, name: str = "tree") -> Tree:
 
 
 class Findings:
-    """The counts of a step that is being traced."""
+    """A step that is being traced, on a mesh, and its counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
         self.names: list[str] = []
         self.counts: list[Any] = []  # of each: int32[devices, 2], how many NaN, how many infinite; the same everywhere
         self._level = get_opaque_trace_state()
@@ -94,22 +93,7 @@ class Findings:
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
             if _is_float(x):
                 self.names.append(name + jax.tree_util.keystr(path))
-                mesh = step_mesh()
-                self.counts.append(count_p.bind(x, devices=mesh.size if mesh else 1))
-
-
-_collector: ContextVar[Findings | None] = ContextVar("jaxdist_findings", default=None)
-
-
-@contextlib.contextmanager
-def collecting() -> Iterator[Findings]:
-    """Collect the counts of `check_finite` while a step is traced."""
-    found = Findings()
-    token = _collector.set(found)
-    try:
-        yield found
-    finally:
-        _collector.reset(token)
+                self.counts.append(count_p.bind(x, devices=self.mesh.size))
 
 
 def examine(names: Sequence[str], found: jax.Array, mesh: Mesh, prefix: str, kinds: tuple[bool, bool]) -> None:

@@ -59,11 +59,6 @@ class Ahead:
 
     made: Program
 
-    @functools.cached_property
-    def lowered(self) -> Any:
-        """The lowered program, which ``jax.jit(step).lower`` returns."""
-        return self.made.lower()
-
     @property
     def levels(self) -> frozenset[int]:
         """The levels of the uses of `jaxdist.zero` in the step."""
@@ -104,7 +99,7 @@ class Ahead:
         """FLOPs of a device, an entry of anything but a contraction as one."""
         placed = self.made.placed
         if found := placed.emitted[1]:
-            return work(found[-1].placed)
+            return work(found[-1])
         infer = placed.step.infer  # on one device
         block = infer.block(placed.step.jaxpr)
         return work(infer.place(block, [REPLICATED] * len(block.inputs)))
@@ -145,7 +140,7 @@ class Forecast:
 
     _settings: Settings
     _cache: ProgramCache
-    _signature: Signature
+    signature: Signature
     leaves: Sequence[Any]  # of all arguments, as in `Ahead.arguments`; of the batch with the examples of all devices
     mesh: Mesh
     _machine: Machine
@@ -166,18 +161,13 @@ class Forecast:
         return self.model > 1 and not self.cut
 
     @property
-    def state(self) -> list[tuple[str, Any]]:
-        """The leaves of the state, with their names."""
-        return [(self._signature.names[i], self.leaves[i]) for i in self._signature.state]
-
-    @property
     def batch(self) -> list[Any]:
         """The leaves of the batch."""
-        return [self.leaves[i] for i in self._signature.batch]
+        return [self.leaves[i] for i in self.signature.batch]
 
     def ahead(self, level: int | None = None, shared: int | None = None) -> Ahead:
         """The step, traced once for all levels and groups; placed and emitted."""
-        signature, mesh = self._signature, self.mesh
+        signature, mesh = self.signature, self.mesh
         avals = [abstract(x) for x in self.leaves]
         for i in signature.batch:
             batch.check(signature.names[i], avals[i], 1)
@@ -225,55 +215,34 @@ def meshes(devices: int, in_host: int, batch: Sequence[Any]) -> Iterator[dict[st
 def chosen(on: Callable[[Sizes], Forecast], among: Sequence[Sizes], machine: Machine) -> tuple[Mesh, str]:
     """The mesh of the least time, of those on which a step is expected to fit; and why."""
     if len(among) == 1:
-        mesh = on(among[0]).mesh
-        return mesh, f"{said(mesh.shape)}: the only one for this batch"
+        return (mesh := on(among[0]).mesh), f"{said(mesh.shape)}: the only one for this batch"
     memory = machine.kind.usable or float("inf")
     cuts = dict[int, dict[int, int]]()
-    found, failed = list[_Estimate](), list[Exception]()
+    found, failed = list[tuple[int, float, int, Forecast]](), list[Exception]()
     for sizes in among:
         forecast = on(sizes)
         forecast.cut = cuts.get(forecast.model, {})
         try:
             ahead = forecast.ahead()
             ms = 1e3 * ahead.times(ahead.sent(machine), machine).seconds
-            found.append(_Estimate(forecast, ms, ahead.least, ahead.least + ahead.held_at_once))
+            found.append((ahead.least + ahead.held_at_once, ms, ahead.least, forecast))
         except Exception as error:  # it names an axis that this mesh lacks, or has groups that do not divide it
             failed.append(error)
             continue
         cuts[forecast.model] = forecast.cut
     if not found:
         raise failed[0]
-    found = [one for one in found if not one.forecast.repeats] or found
-    found.sort(key=lambda one: order(one.ms, one.peak, one.least, memory))
-    best = found[0]
-    mesh = best.forecast.mesh
-    if len(found) == 1:
-        return mesh, f"{said(mesh.shape)}: the only mesh for it"
-    why = f"{best} a step by the estimate; of {len(found)} meshes "
-    if best.peak > memory:
-        return mesh, f"{why}it needs the least memory, and none is sure to fit"
-    faster = "; ".join(str(one) for one in found if one.ms < best.ms)
-    more = f" that is sure to fit; too large: {faster}" if faster else f"; the next: {found[1]}"
-    return mesh, f"{why}the fastest{more}"
-
-
-class _Estimate(NamedTuple):
-    """The estimated time and memory of a step on a mesh."""
-
-    forecast: Forecast
-    ms: float  # of a device, at least
-    least: int  # bytes that it needs at least
-    peak: int  # bytes that it needs at most
-
-    def __str__(self) -> str:
-        return f"{said(self.forecast.mesh.shape)}, {self.ms:.3g} ms"
+    found = [one for one in found if not one[-1].repeats] or found
+    peak, ms, _, best = min(found, key=lambda one: order(one[1], one[0], one[2], memory))
+    what = "the fastest that is sure to fit" if peak <= memory else "of the least memory, and none is sure to fit"
+    return best.mesh, f"{said(best.mesh.shape)}, {ms:.3g} ms a step by the estimate; of {len(found)} meshes {what}"
 
 
 def choose(first: Forecast, context: Context) -> tuple[Mesh, str]:
     """The mesh for a step's first call, and why: its state's mesh, if some of it is sharded, or the fastest."""
-    devices = context.devices
-    for name, x in first.state:
-        own = getattr(physical(x), "sharding", None)
+    devices, signature = context.devices, first.signature
+    for name, is_batch, x in zip(signature.names, signature.is_batch, first.leaves, strict=True):
+        own = None if is_batch else getattr(physical(x), "sharding", None)
         if isinstance(own, NamedSharding) and not own.is_fully_replicated and own.device_set == set(devices):
             mesh = in_a_row(own.mesh)
             if set(mesh.axis_names) <= set(NAMES):

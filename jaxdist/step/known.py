@@ -59,7 +59,7 @@ class Known:
         return state
 
     def fits(self, leaves: Sequence[Any], settings: Any) -> bool:
-        """Check whether a call of the same structure is this one."""
+        """Check whether a call of the same structure is this one, and its arrays are there."""
         # By the identity of types: a step's results keep theirs from call to call.
         try:
             state = self._arrays(leaves)
@@ -67,18 +67,16 @@ class Known:
             same = same and all(map(operator.is_, map(sharding_of, state), self._shardings))
         except AttributeError:  # a leaf that is not on any device
             return False
+        batch = [leaves[self.at[i]] for i in self.signature.batch]
         return (
             same
             and all(type(state[k]) is Padded for k in self.program.placed.padded)
             and self.settings == settings
             and all((type(leaves[i]), leaves[i]) == (kind, value) for i, kind, value in self.constants)
-            and [type_key(leaves[self.at[i]]) for i in self.signature.batch] == self.batch
+            and list(map(type_key, batch)) == self.batch
+            and not any(map(_is_deleted, self._pick(leaves)))  # by a different call
+            and not any(map(is_gone, batch))
         )
-
-    def gone(self, leaves: Sequence[Any]) -> bool:
-        """Check whether a different call took the memory of some leaf of a call that fits."""
-        batch = (leaves[self.at[i]] for i in self.signature.batch)
-        return any(map(_is_deleted, self._pick(leaves))) or any(map(is_gone, batch))
 
     def arguments(self, leaves: Sequence[Any], placer: Placer) -> tuple[list[Any], list[Any]]:
         """Return the program's arguments: the leaves of the state and of the batch, on the mesh."""

@@ -15,7 +15,6 @@ from jaxdist.communicators import Rules
 from jaxdist.mesh import AXIS, GROUP, MODEL, SEQUENCE, Axis, axes_of_mesh, data_size, in_groups, passes
 from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter, compressible, local_types
-from jaxdist.placements.infer import Infer
 from jaxdist.placements.layouts import Layout, sharding, spec
 from jaxdist.placements.offload import staged
 from jaxdist.placements.report import worth_splitting
@@ -26,15 +25,6 @@ from jaxdist.step.signature import Signature
 from jaxdist.step.tracing import TracedStep
 
 _GATHERED_AT_ONCE = 64  # at most this fraction of the sharded state (1 / 64), to send fewer messages
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A step, placed over one axis."""
-
-    infer: Infer  # over that axis
-    placed: Placed  # with its values in slices along it
-    ins: Sequence[Placement]  # how its arguments come
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,26 +90,25 @@ class PlacedStep:
         return set(self.signature.state).difference(self.step.sources)
 
     @functools.cached_property
-    def emitted(self) -> tuple[ClosedJaxpr, Sequence[Pass]]:
+    def emitted(self) -> tuple[ClosedJaxpr, Sequence[Placed]]:
         """The program of a device, and its placement over each axis (empty on one device)."""
         if self.mesh.size == 1:
             return staged(self.step.jaxpr, self.offloaded, ()), ()
-        found = self.place()
-        closed = self._emit(found[-1], bool(self.offloaded))
+        closed, found = self.place()
         sizes = {i: self.avals[i].size * self.avals[i].dtype.itemsize for i in self.signature.state if self.layouts[i]}
         gathered, barriers = sum(sizes.values()) // _GATHERED_AT_ONCE, not self.step.infer.machine.kind.is_cpu
         fused = Fuse(self.bucket_bytes, self.axes, gathered, barriers=barriers)(closed)
         return staged(fused, self.offloaded, self.axes), found
 
-    def place(self) -> list[Pass]:
-        """Settle the placements of the step, over an axis of the mesh after the other."""
+    def place(self) -> tuple[ClosedJaxpr, list[Placed]]:
+        """Place and emit the step, over an axis of the mesh after the other."""
         step, axes, closed = self.step, passes(self.over), self.step.jaxpr
         given = [
             how.placements(a.shape, axes, stored=not is_batch) if how else [REPLICATED] * len(axes)
             for is_batch, how, a in zip(self.signature.is_batch, self.layouts, self.avals, strict=True)
         ]
         kept = [how and how.placements(a.shape, axes) for how, a in zip(self.results, closed.out_avals, strict=True)]
-        found = list[Pass]()
+        found = list[Placed]()
         for k in range(len(axes)):
             last = k == len(axes) - 1
             infer = step.infer if last and step.infer.mesh == axes else step.infer.over(axes, k)
@@ -127,27 +116,23 @@ class PlacedStep:
             block.outermost = True
             ins = [placements[k] for placements in given]
             natural = infer.place(block, ins).given
-            outer = found[-1].placed.outs if found and axes[k - 1].name == GROUP else [None] * len(kept)
+            outer = found[-1].outs if found and axes[k - 1].name == GROUP else [None] * len(kept)
             wants = [
                 form(how[k]) if how else _wanted(made, before, axes, k, source is not None)
                 for how, made, before, source in zip(kept, natural, outer, step.sources, strict=True)
             ]
-            found.append(Pass(infer, infer.place(block, ins, wants), ins))
-            if not last:
-                closed = self._emit(found[-1], True)
-        return found
+            found.append(placed := infer.place(block, ins, wants))
+            may = compressible(placed, self.step.sources) if self.compress else {}
+            marks = not last or bool(self.offloaded)
+            closed = Emitter(infer, placed, may, self.compress, marks).program(local_types(placed))
+        return closed, found
 
     def specs(self) -> tuple[list[P], list[P]]:
-        """Return the specs of the arguments and of the results, one placement for each pass."""
+        """Return the specs of the arguments and of the results."""
         found = self.emitted[1]
-        ins = zip(*(one.ins for one in found), strict=True)
-        outs = zip(*(one.placed.outs for one in found), strict=True)
-        return [_spec(found, ps) for ps in ins], [_spec(found, ps) for ps in outs]
-
-    def _emit(self, one: Pass, marks: bool) -> ClosedJaxpr:
-        """The program of a device along the axis of a pass."""
-        may = compressible(one.placed, self.step.sources) if self.compress else {}
-        return Emitter(one.infer, one.placed, may, self.compress, marks).program(local_types(one.placed))
+        axes = [one.axis for one in found]
+        ins, outs = zip(*(one.ins for one in found), strict=True), zip(*(one.outs for one in found), strict=True)
+        return [_spec(axes, ps) for ps in ins], [_spec(axes, ps) for ps in outs]
 
     def result_shardings(self) -> list[NamedSharding] | None:
         """The shardings of results of a step in groups; None without groups."""
@@ -176,7 +161,7 @@ class PlacedStep:
             name for _, at, name in self.signature.arguments
             if self.unreturned.issuperset(at) and any(self.avals[i].shape and not is_keys(self.avals[i]) for i in at)
         ]  # fmt: skip
-        if not names or not any(worth_splitting(one.placed) for one in self.emitted[1]):
+        if not names or not any(map(worth_splitting, self.emitted[1])):
             return ""
         return unsplit(names, self.mesh.size, len({d.process_index for d in self.mesh.devices.flat}))
 
@@ -204,9 +189,8 @@ def _of_data(axes: Sequence[Axis]) -> list[Axis]:
     return [axis for axis in axes if axis.name in (GROUP, AXIS)]
 
 
-def _spec(found: Sequence[Pass], placements: Sequence[Placement]) -> P:
-    """Return the spec of an array with these placements, one per pass."""
-    axes = [one.infer.axis for one in found]
-    cut = [(p.dim, axis.name) for p, axis in zip(placements, axes, strict=True) if isinstance(p, Split)]
+def _spec(axes: Sequence[str], placements: Sequence[Placement]) -> P:
+    """Return the spec of an array with these placements, one per axis."""
+    cut = [(p.dim, axis) for p, axis in zip(placements, axes, strict=True) if isinstance(p, Split)]
     dims = [tuple(name for dim, name in cut if dim == d) for d in range(1 + max((dim for dim, _ in cut), default=-1))]
     return spec(dims)

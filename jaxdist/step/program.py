@@ -16,7 +16,7 @@ from jaxdist.communicators import Rules, compiler_options, default_bucket_bytes,
 from jaxdist.ir.fingerprint import dataflow
 from jaxdist.ir.interpreter import Interpreter, contains
 from jaxdist.machine import Machine
-from jaxdist.mesh import AXIS, MODEL, data_size
+from jaxdist.mesh import AXIS, MODEL, data_size, passes
 from jaxdist.placements.layouts import HOST, Layout, Padded, check_host_memory, layout_of, of_batch, on_host
 from jaxdist.step.callbacks import Callbacks
 from jaxdist.step.calling import COMPRESSIONS, Settings
@@ -40,7 +40,7 @@ class Program:
         kept = [i for i in placed.signature.state if i not in donate]
         self._order = self.donated, kept, placed.signature.batch
         at = {i: k for k, i in enumerate(placed.signature.state)}
-        self._pick = picker([at[i] for i in self.donated]), picker([at[i] for i in kept])
+        self.taken, self._kept = picker([at[i] for i in self.donated]), picker([at[i] for i in kept])
         self.virtual = placed.mesh.devices.flat[0].platform == "cpu" and len(placed.mesh.local_devices) > 1
         self._calls, self._callbacks = 0, Callbacks()
         self._has_constants = bool(constants_of(placed.step.tree))
@@ -61,13 +61,8 @@ class Program:
         program = self.placed.emitted[0]
         return Traced(program, self.placed.step.jaxpr, dataflow(program))
 
-    def taken(self, state: Sequence[Any]) -> list[Any]:
-        """The arrays among the leaves of the state whose memory it may take."""
-        return list(self._pick[0](state))
-
     def __call__(self, state: Sequence[Any], batch: Sequence[Any]) -> tuple[Any, Any]:
-        args = list(self._pick[0](state)), list(self._pick[1](state)), batch
-        outs, found = self._jitted(*args), None
+        outs, found = self._jitted(list(self.taken(state)), list(self._kept(state)), batch), None
         self._callbacks.check(outs)
         self._calls += 1
         if self.virtual and self._calls % _AHEAD == 0:
@@ -117,8 +112,8 @@ class Program:
             local, mesh=placed.over, in_specs=(P(), *in_specs), out_specs=out_specs, check_vma=False,
         )(0, *args)  # fmt: skip
         self._padded_results = [
-            (i, how) for i, p in enumerate(found[-1].placed.outs)
-            if (how := placed.results[i] or layout_of(p, found[-1].infer.axis)) is not None and not how.is_plain
+            (i, how) for i, p in enumerate(found[-1].outs)
+            if (how := placed.results[i] or layout_of(p, passes(placed.over)[-1])) is not None and not how.is_plain
         ]  # fmt: skip
         return results(made)
 

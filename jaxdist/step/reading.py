@@ -76,18 +76,14 @@ class Reader:
             pairs = zip(itertools.chain(*at), itertools.chain(*found), strict=True)
             return signature.with_batch({i for i, n in pairs if n is not None})
 
-        def returned(read: Signature) -> list[int]:
-            types = self._cache.types(read, leaves)
-            return self._cache.jaxpr(read, types).returned(signature.arguments, types)
-
         several = self._placer.parts > 1
         try:
-            like = returned(with_batch(batch.batch_of(arguments) if several else ()))
+            like = self._returned(with_batch(batch.batch_of(arguments) if several else ()), leaves)
         except Exception:
             if not several:
                 raise
             # With the part of this process alone, which does not work next to a batch that is global already.
-            like = returned(signature) if self._traced(signature, leaves) is None else []
+            like = self._returned(signature, leaves) if self._traced(signature, leaves) is None else []
         found = batch.batch_of(arguments, like)
         sure = [k for k in found if k not in like]
         mixed = 0 < len(sure) < len(found)
@@ -105,6 +101,11 @@ class Reader:
                 f"the step can't be traced so ({in_words(error)}). Name the batch in batch_argnums="
             ) from error
         return with_batch(found)
+
+    def _returned(self, read: Signature, leaves: Sequence[Any]) -> list[int]:
+        """Return the arguments of which the step's result, if read so, has a part like them."""
+        types = self._cache.types(read, leaves)
+        return self._cache.jaxpr(read, types).returned(read.arguments, types)
 
     def _traced(self, read: Signature, leaves: Sequence[Any], times: int = 1) -> Exception | None:
         """Return the error of the step if traced so, with a batch `times` as long, or None."""
@@ -152,8 +153,7 @@ class Reader:
             name for _, at, name in signature.arguments
             if any(i in differs and not signature.is_batch[i] and np.ndim(leaves[i]) for i in at)
         ]  # fmt: skip
-        types = self._cache.types(signature, leaves)
-        like = self._cache.jaxpr(signature, types).returned(signature.arguments, types)
+        like = self._returned(signature, leaves)
         if self._declared is None and (others or set(split).issubset(like)):
             but = f"but {batch.listed(others)} does" if others else "and the step returns the next value"
             raise ValueError(
@@ -161,13 +161,12 @@ class Reader:
                 f"ranks, {but}. batch_argnums={batch.argnums(others)} says that {'that' if others else 'nothing'} is; "
                 f"batch_argnums={batch.argnums(names)} that each rank has its own part of it. {batch.INDICES}"
             )
-        parts, context = self._placer.parts, self._placer.context
+        context = self._placer.context
         if not self._warned and context.is_root:
-            of = "rank::size]" if parts == context.size else "own[0]::parts], where own, parts = ctx.parts(mesh)"
             _log.warning(
-                "step %r: all %d ranks pass the same batch, so each example counts %d times. Give each rank "
-                "its own part: jaxdist.loader does, or take x[%s",
-                self.name, context.size, parts, of,
+                "step %r: all %d ranks pass the same batch, so each example counts %d times. Give each rank its own "
+                "part: jaxdist.loader does, or take x[own[0]::parts], where own, parts = ctx.parts(mesh)",
+                self.name, context.size, self._placer.parts,
             )  # fmt: skip
         self._warned = True
 

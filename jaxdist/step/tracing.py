@@ -117,11 +117,10 @@ def jaxpr_of(
 ) -> StepJaxpr:
     """Trace a step."""
     trees: list[tuple[Any, tuple[str, ...]]] = []
-    named: dict[str, Sequence[tuple[float, str]]] = {}  # the axis, and what sums over it are divided by
 
     def flat(*args: Any) -> list[Any]:
         args = constants_back(args)
-        with stepping(mesh), finite.collecting() as found:
+        with stepping(found := finite.Findings(mesh)):
             result = modules.run(step, args, signature.keywords)
             if check_finite:
                 found.look_at(result, "result")
@@ -134,17 +133,13 @@ def jaxpr_of(
     with contextlib.suppress(AttributeError, TypeError):  # errors of JAX then name the step and its arguments
         functools.update_wrapper(flat, step, updated=())
     try:
-        closed = trace(flat, jax.tree.unflatten(signature.tree, avals), named.setdefault)
+        closed, axis, divided = trace(flat, jax.tree.unflatten(signature.tree, avals))
     except Exception as error:
         error.add_note(f"in the step {getattr(step, '__name__', step)!r}, decorated with jaxdist.data_parallel")
         if "mesh context" in str(error) or "context mesh" in str(error):
-            error.add_note(
-                "a step is traced as one device runs it with the whole batch, without the mesh of jax.set_mesh: leave "
-                "out jax.sharding.reshard, out_sharding= and the like, or decorate what does without them"
-            )
+            error.add_note("a step is traced without the mesh of jax.set_mesh: leave out reshard and out_sharding=")
         raise
-    if named and mesh.size > 1 and get_context().is_root:
-        ((axis, divided),) = named.items()
+    if mesh.size > 1 and get_context().is_root:
         counts = {mesh.size, len(mesh.local_devices), len({d.process_index for d in mesh.devices.flat})} - {1}
         for line, count in {line: count for count, line in divided if count in counts}.items():
             say_once(
