@@ -155,6 +155,7 @@ REDUCTIONS: dict[str, Operation] = {
     "sum": lambda w, b: [b["x"].sum(0), b["x"].sum(1), b["x"].sum(), b["z"].sum((0, 2)), b["x"].sum(0, keepdims=True)],
     "mean and variance": lambda w, b: [b["x"].mean(0), b["x"].var(0), b["x"].std(1), b["z"].var((0, 1), ddof=1)],
     "extremes": lambda w, b: [f(b["x"], a) for f in (jnp.max, jnp.min) for a in (0, 1, None)],
+    "extremes of complex numbers": lambda w, b: [f(b["c"], a) for f in (jnp.max, jnp.min) for a in (0, 1, None)],
     "where the extremes are": lambda w, b: [f(b["x"], a) for f in (jnp.argmax, jnp.argmin) for a in (0, 1, None)],
     "product": lambda w, b: [b["x"].prod(0), b["x"].prod(1), b["p"].prod()],
     "any and all": lambda w, b: [f(b["flags"], a) for f in (jnp.any, jnp.all) for a in (0, 1, None)],

@@ -160,6 +160,17 @@ def equinox_state(decorate: Any) -> Any:
     return eqx.filter(model, eqx.is_array), loss
 
 
+class Scaled(eqx.Module):
+    w: Any
+    scale: Any
+
+
+@program(eqx.filter_jit)
+def a_number_then_an_array(decorate: Any) -> Any:
+    step = decorate(lambda model, x: model.scale * (x @ model.w).mean())
+    return [step(Scaled(jnp.ones(3), scale), X) for scale in (2, jnp.asarray(3.0), 4)]
+
+
 # --- jax
 
 
