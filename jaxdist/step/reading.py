@@ -49,7 +49,7 @@ class Reader:
         for i, kind, x in constants:
             try:
                 hash(x)
-            except TypeError:
+            except (TypeError, ValueError):  # a memoryview
                 name = leaf_name(parameters, jax.tree_util.tree_leaves_with_path(args)[i][0])
                 raise TypeError(
                     f"step {self.name!r}: argument {name} is of type {kind.__qualname__}, neither an array nor "
