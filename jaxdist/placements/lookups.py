@@ -180,10 +180,10 @@ def _place(walk: Walk, i: int, column: int) -> int | None:
 
 def _counts(walk: Walk, i: int) -> int | None:
     """Return the dimension along which each entry of a value equals its own index, if any."""
-    node = walk.block.makers.get(i)
-    if node is None:
-        return None
-    params, new = node.eqn.params, walk.block.avals[i].shape
+    node, (new, dtype) = walk.block.makers.get(i), (walk.block.avals[i].shape, walk.block.avals[i].dtype)
+    if node is None or not jnp.issubdtype(dtype, jnp.integer) or jnp.iinfo(dtype).max < max(new, default=0):
+        return None  # a small integer starts again from 0
+    params = node.eqn.params
     if node.name == "iota":
         return params["dimension"]
     if node.name == "convert_element_type":

@@ -89,7 +89,7 @@ def _identity(kind: str, dtype: Any) -> Any:
         return kind in ("and", "min")
     if kind in ("or", "and"):
         return np.invert(np.zeros((), dtype)) if kind == "and" else 0
-    if jnp.issubdtype(dtype, jnp.floating):
+    if jnp.issubdtype(dtype, jnp.inexact):
         beyond = np.asarray(-np.inf if kind == "max" else np.inf)
         if not np.isnan(beyond.astype(dtype)):
             return beyond

@@ -42,7 +42,7 @@ def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     takes: list[Form] = [Partial(owed=owed) if s else REPLICATED for s in partial]
     ok = False
     if name in LINEAR or name in ACROSS:
-        ok = out.size <= size
+        ok = out.size <= size and not any(partial[1:])  # not in where a slice starts
     elif name == "convert_element_type":
         a, b = avals[0].dtype, out.dtype
         ok = _is_plain(a) and _is_plain(b) and jnp.promote_types(a, b) == b

@@ -29,26 +29,27 @@ class Reader:
         self.name, self.calling, self._declared = name, settings.calling, settings.batch_argnums
         self._placer, self._cache = placer, cache
         self.signatures: dict[Any, Signature] = {}  # of earlier calls, by their structure and constants
-        self._numbers: dict[Any, frozenset[int]] = {}  # by structure
+        self._in_modules: dict[Any, frozenset[int]] = {}  # by structure
         self._warned = False  # that all ranks pass the same batch
 
     def constants(self, tree: Any, leaves: Sequence[Any]) -> tuple[tuple[int, type, Any], ...]:
         """Position, type and value of each constant among these leaves."""
-        numbers = self._numbers[tree]
-        return tuple((i, type(x), x) for i, x in enumerate(leaves) if not is_array(x) or i in numbers)
+        own = self._in_modules[tree]
+        each = enumerate(leaves)
+        return tuple((i, type(x), x) for i, x in each if not is_array(x) or (i in own and isinstance(x, NUMBERS)))
 
     def signature(self, args: tuple[Any, ...], keywords: tuple[str, ...], leaves: list[Any], tree: Any) -> Signature:
         """The signature of a call: an earlier call's, or as this rank reads it."""
         # A Python number is data, as under `jax.jit`; in modules of equinox it is a constant, as under
         # `equinox.filter_jit`.
-        if tree not in self._numbers:
-            self._numbers[tree] = _in_equinox(args)
-        parameters, numbers = self.calling.of(len(args), keywords), self._numbers[tree]
-        constants = self.constants(tree, leaves)
+        if tree not in self._in_modules:
+            self._in_modules[tree] = _in_equinox(args)
+        parameters, constants = self.calling.of(len(args), keywords), self.constants(tree, leaves)
+        numbers = frozenset(i for i, _, x in constants if isinstance(x, NUMBERS))
         for i, kind, x in constants:
             try:
                 hash(x)
-            except TypeError:
+            except (TypeError, ValueError):  # a memoryview
                 name = leaf_name(parameters, jax.tree_util.tree_leaves_with_path(args)[i][0])
                 raise TypeError(
                     f"step {self.name!r}: argument {name} is of type {kind.__qualname__}, neither an array nor "
@@ -247,7 +248,7 @@ class Reader:
 
 
 def _in_equinox(args: Any) -> frozenset[int]:
-    """Positions of the Python numbers in modules of equinox."""
+    """Positions of the leaves in modules of equinox."""
     if "equinox" not in sys.modules:  # then nobody has made one
         return frozenset()
     from equinox import Module
@@ -256,7 +257,7 @@ def _in_equinox(args: Any) -> frozenset[int]:
     for part in jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, Module)):
         leaves = jax.tree.leaves(part)
         if isinstance(part, Module):
-            found += [position + i for i, x in enumerate(leaves) if isinstance(x, NUMBERS)]
+            found += range(position, position + len(leaves))
         position += len(leaves)
     return frozenset(found)
 

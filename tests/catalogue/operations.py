@@ -126,6 +126,8 @@ SHAPES: dict[str, Operation] = {
     "dynamic slice": lambda w, b: [
         lax.dynamic_slice(b["x"], (b["i"][0] % 3, b["i"][1] % 3), (2, 4)),
         lax.dynamic_slice_in_dim(b["x"], b["i"][0] % 3, 2, 1)],
+    "a slice at a sum": lambda w, b:  # a device alone has counted fewer
+        lax.dynamic_slice(w["table"].ravel(), (jnp.sum(b["m"], dtype=jnp.uint32),), (1,)),
     "dynamic update": lambda w, b: [
         lax.dynamic_update_slice(b["x"], w["w"][:2], (1, 0)), lax.dynamic_update_slice(b["x"], b["y"][:, :2], (0, 3)),
         lax.dynamic_update_slice(w["w"], b["x"][:1], (b["i"][0] % 3, b["i"][0] * 0))],
@@ -153,6 +155,7 @@ REDUCTIONS: dict[str, Operation] = {
     "sum": lambda w, b: [b["x"].sum(0), b["x"].sum(1), b["x"].sum(), b["z"].sum((0, 2)), b["x"].sum(0, keepdims=True)],
     "mean and variance": lambda w, b: [b["x"].mean(0), b["x"].var(0), b["x"].std(1), b["z"].var((0, 1), ddof=1)],
     "extremes": lambda w, b: [f(b["x"], a) for f in (jnp.max, jnp.min) for a in (0, 1, None)],
+    "extremes of complex numbers": lambda w, b: [f(b["c"], a) for f in (jnp.max, jnp.min) for a in (0, 1, None)],
     "where the extremes are": lambda w, b: [f(b["x"], a) for f in (jnp.argmax, jnp.argmin) for a in (0, 1, None)],
     "product": lambda w, b: [b["x"].prod(0), b["x"].prod(1), b["p"].prod()],
     "any and all": lambda w, b: [f(b["flags"], a) for f in (jnp.any, jnp.all) for a in (0, 1, None)],
@@ -245,6 +248,8 @@ INDEXING: dict[str, Operation] = {
         jax.grad(lambda x: jnp.take_along_axis((x @ b["y"].T).T, jnp.arange(len(x))[:, None], 1).sum())(b["x"]),
         b["z"][jnp.arange(len(b["z"])), b["i"] % 4, :].sum(0), b["x"][jnp.arange(len(b["x"])) - 1, b["k"][:, 0]],
         b["m"][jnp.arange(len(b["m"]))]],
+    "own rows, counted in a byte": lambda w, b: (lambda x: x[jnp.arange(len(x)).astype(jnp.uint8), 0])(
+        jnp.repeat(b["x"], 60, 0)),
     "rows of others": lambda w, b: (lambda i: [  # but for the wrapping of negative ones, as own rows are read
         b["x"][jnp.where(i < 3, i + 1, i), b["k"][:, 0]], b["x"][jnp.where(i < 0, i + 1, i), b["k"][:, 0]],
         b["x"][jnp.where(i < 3, i + len(i), i), b["k"][:, 0]]])(jnp.arange(len(b["x"]))),

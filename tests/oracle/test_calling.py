@@ -366,9 +366,12 @@ class _Config:
     width: int = 3
 
 
-@pytest.mark.parametrize("config", [_Config(), {"a": [1, _Config()]}])
-def test_an_argument_that_can_be_neither_data_nor_constant_is_named(config: Any) -> None:
-    with raises(TypeError, "config", "_Config"):
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [(_Config(), "_Config"), ({"a": [1, _Config()]}, "_Config"), (memoryview(bytearray(3)), "memoryview")],
+)
+def test_an_argument_that_can_be_neither_data_nor_constant_is_named(config: Any, kind: str) -> None:
+    with raises(TypeError, "config", kind):
         jaxdist.data_parallel(lambda w, config, x: w + x.mean(0))(W, config, X)
 
 

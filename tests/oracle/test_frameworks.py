@@ -1,6 +1,7 @@
 """Steps in the style of each library, only the decorator changed: they do what its own decorator makes of them."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from harness.errors import raises
+from jax.sharding import Mesh
 
 import jaxdist
 
@@ -158,6 +160,33 @@ def equinox_state(decorate: Any) -> Any:
     for i in range(STEPS):
         model, state, opt, loss = step(model, state, opt, X, Y, jax.random.key(i))
     return eqx.filter(model, eqx.is_array), loss
+
+
+class Scaled(eqx.Module):
+    w: Any
+    scale: Any
+
+
+@program(eqx.filter_jit)
+def a_number_then_an_array(decorate: Any) -> Any:
+    step = decorate(lambda model, x: model.scale * (x @ model.w).mean())
+    return [step(Scaled(jnp.ones(3), scale), X) for scale in (2, jnp.asarray(3.0), 4)]
+
+
+def test_shards_that_are_padded_are_saved_as_the_docs_say(tmp_path: Path) -> None:
+    @jaxdist.parallel(mesh=Mesh(np.array(jax.devices()[:3]), ("data",)))
+    def step(model: Any, x: Any) -> Any:
+        model = jax.tree.map(jaxdist.shard, model)
+        return eqx.tree_at(lambda m: m.bias, model, model.bias + x.sum())
+
+    model = step(eqx.nn.Linear(4, 7, key=jax.random.key(0)), X)
+    is_saved = lambda x: hasattr(x, "dtype")
+    arrays, static = eqx.partition(model, is_saved)
+    assert len(jax.tree.leaves(arrays)) == 2
+    jaxdist.save(tmp_path, arrays, step=1)
+    found = eqx.combine(jaxdist.restore(tmp_path, arrays), static)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(model), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 # --- jax
