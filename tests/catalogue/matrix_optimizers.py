@@ -106,25 +106,6 @@ def together(rate: float = 0.05) -> optax.GradientTransformation:
     return optax.chain(optax.GradientTransformation(lambda params: (), update), optax.scale(-rate))
 
 
-def ranks(rate: float = 0.05) -> optax.GradientTransformation:
-    """Signs of the largest entries of each leaf: sorts, and keeps booleans and small integers."""
-
-    def init(params: Any) -> Any:
-        return jax.tree.map(lambda p: (jnp.zeros(p.shape, bool), jnp.zeros(p.size, jnp.int8)), params)
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        def one(g: Any) -> Any:
-            order = jnp.argsort(jnp.abs(g).ravel())
-            large = jnp.abs(g) >= jnp.sort(jnp.abs(g).ravel())[g.size // 2]
-            return jnp.where(large, jnp.sign(g), 0), (large, (order % 100).astype(jnp.int8))
-
-        flat, structure = jax.tree.flatten(updates)
-        done = [one(g) for g in flat]
-        return jax.tree.unflatten(structure, [u for u, _ in done]), jax.tree.unflatten(structure, [s for _, s in done])
-
-    return optax.chain(optax.GradientTransformation(init, update), optax.scale(-rate))
-
-
 def muon(rate: float = 0.05) -> optax.GradientTransformation:
     """Of optax; stacks of matrices too."""
 
@@ -135,9 +116,7 @@ def muon(rate: float = 0.05) -> optax.GradientTransformation:
     return optax.contrib.muon(rate, weight_decay=0.1, muon_weight_dimension_numbers=dims)
 
 
-MAKERS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    f.__name__: f for f in (muon, shampoo, soap, together, ranks)
-}
+MAKERS: dict[str, Callable[[], optax.GradientTransformation]] = {f.__name__: f for f in (muon, shampoo, soap, together)}
 
 
 def chain(params: Any, x: Any) -> Any:

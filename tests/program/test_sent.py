@@ -14,7 +14,7 @@ import pytest
 from catalogue import flows
 from harness import programs
 from harness.check import check, decorated, train_step
-from harness.errors import missing, raises
+from harness.errors import missing
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -377,9 +377,3 @@ def test_an_operation_of_your_own(known: str, caplog: pytest.LogCaptureFixture) 
     np.testing.assert_allclose(step(w, x), w + (x + 1).mean(0))
     said = [m for m in caplog.messages if f"own_{known}" in m and "test_sent.py:" in m]
     assert len(said) == (known in ("refused", ""))
-
-
-@pytest.mark.parametrize("rule", ["b, d", 3])
-def test_what_is_no_description(rule: Any) -> None:
-    with raises(ValueError, repr(rule)):
-        placements.register("own", rule)
