@@ -1,4 +1,4 @@
-"""A training run to be interrupted: `python training.py PATH STEPS LEVEL [--die-at STEP --rank R] [--x64]`.
+"""A training run to be interrupted: `python training.py PATH STEPS LEVEL [--die-at STEP … --rank R] [--x64]`.
 
 It goes on from the last checkpoint in PATH, saves every 5 steps and after the last, and then the root prints the
 parameters and a digest of their bits. The batch of a step is the same on any number of devices.
@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,8 +30,8 @@ def init(dtype: Any) -> dict[str, Any]:
     return {"params": params, "key": jax.random.key(3), "step": 0, "seen": np.zeros((), dtype)}
 
 
-def run(path: str, steps: int, level: Any, die_at: int = -1, rank: int = 0) -> dict[str, Any]:
-    """Train until `steps`; what the parameters have become. The rank dies at that step of the first start."""
+def run(path: str, steps: int, level: Any, die_at: Sequence[int] = (), rank: int = 0) -> dict[str, Any]:
+    """Train until `steps`; what the parameters have become. The rank dies at one step of each start."""
     ctx, start = jaxdist.get_context(), int(os.environ.get("JAXDIST_RESTARTS", "0"))
     own, parts = ctx.parts()
     dtype = np.float64 if jax.config.read("jax_enable_x64") else np.float32
@@ -59,7 +60,7 @@ def run(path: str, steps: int, level: Any, die_at: int = -1, rank: int = 0) -> d
         state["seen"] = np.asarray(state["step"] * BATCH, dtype)
         if state["step"] % 5 == 0 or state["step"] == steps:
             jaxdist.save(path, state, state["step"])
-        if (start, state["step"], ctx.rank) == (0, die_at, rank):
+        if ([state["step"]], ctx.rank) == (list(die_at[start : start + 1]), rank):
             os.kill(os.getpid(), signal.SIGKILL)
     params = {k: np.asarray(v) for k, v in jaxdist.unshard(state["params"]).items()}
     bits = hashlib.sha256(b"".join(params[k].tobytes() for k in sorted(params))).hexdigest()
@@ -71,7 +72,7 @@ if __name__ == "__main__":
     parser.add_argument("path")
     parser.add_argument("steps", type=int)
     parser.add_argument("level", type=int)
-    parser.add_argument("--die-at", type=int, default=-1)
+    parser.add_argument("--die-at", type=int, nargs="*", default=[])
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--x64", action="store_true")
     args = parser.parse_args()
