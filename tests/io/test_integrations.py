@@ -114,9 +114,8 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = wandb.init(project="letters", mode="offline", dir=str(tmp_path))
     log_steps(tmp_path, lambda step, metrics: run.log(metrics, step=step))
+    assert run.summary["loss"] == 1  # a step is committed at the next one, and the file written later
     run.finish()
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    assert file.read_bytes().count(b"loss") >= 3
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # mlflow's, about sqlalchemy
