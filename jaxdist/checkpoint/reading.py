@@ -70,9 +70,10 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T
         try:
             # Reading may take much longer on one rank than on the others.
             (state, leaves), shares = on_every_rank(ctx, "restore", read, raises=_ERRORS, patient=True)
-            in_parts = [name for name in shares[0] if sum(own[name] for own in shares) % MODULUS != leaves[name].digest]
-            if in_parts:
-                raise arrays.differs(root / str(found), in_parts[0])
+            # Arrays that each rank has read in part.
+            damaged = [name for name in shares[0] if sum(own[name] for own in shares) % MODULUS != leaves[name].digest]
+            if damaged:
+                raise arrays.differs(root / str(found), damaged[0])
         except (DamagedError, FileNotFoundError) as failure:
             failed[found] = failure
             continue

@@ -118,14 +118,14 @@ def exit_code(process: "subprocess.Popen[bytes]", *, stays_awake: bool) -> int |
 
 
 class Children:
-    """The processes that a process has started, as far as it has not seen them end."""
+    """The children of a process that it has not waited for."""
 
     def __init__(self, pid: int):
         self._pid = pid
         self._living: psutil.Process | None = None  # one of them: finding them means looking at every process
 
     def all_ended(self) -> bool:
-        """Whether there are some, and all have ended, which the parent would have noticed if it were not stuck."""
+        """Check whether there are children and all have ended: only a parent that is stuck does not notice."""
         with contextlib.suppress(psutil.NoSuchProcess):
             if self._living is not None and self._living.status() not in _GONE:
                 return False

@@ -3,7 +3,6 @@
 Nothing is traced. Every rank infers the same: nothing depends on the order of a set or on an address.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -44,9 +43,8 @@ class Infer:
         self._blocks: dict[tuple[int, bool], tuple[Any, Block]] = {}
         self._placed: dict[Any, Placed] = {}
         self._wanted: dict[Block, dict[int, int]] = {}
-        self.over = functools.cache(self._over)
 
-    def _over(self, mesh: tuple[Axis, ...], k: int) -> "Infer":
+    def over(self, mesh: Sequence[Axis], k: int) -> "Infer":
         """Return an `Infer` over axis `k` of a mesh; `jaxdist.zero` slices along the last axis."""
         return Infer(mesh[k], self._choose, self._level, self.machine, self.split, mesh[:k], mesh[k + 1 :])
 

@@ -218,14 +218,14 @@ def chosen(on: Callable[[Sizes], Forecast], among: Sequence[Sizes], machine: Mac
         return (mesh := on(among[0]).mesh), f"{said(mesh.shape)}: the only one for this batch"
     memory = machine.kind.usable or float("inf")
     cuts = dict[int, dict[int, int]]()
-    found, failed = list[tuple[int, float, int, Forecast]](), list[Exception]()
+    found, failed = list[tuple[float, int, int, Forecast]](), list[Exception]()
     for sizes in among:
         forecast = on(sizes)
         forecast.cut = cuts.get(forecast.model, {})
         try:
             ahead = forecast.ahead()
             ms = 1e3 * ahead.times(ahead.sent(machine), machine).seconds
-            found.append((ahead.least + ahead.held_at_once, ms, ahead.least, forecast))
+            found.append((ms, ahead.least + ahead.held_at_once, ahead.least, forecast))
         except Exception as error:  # it names an axis that this mesh lacks, or has groups that do not divide it
             failed.append(error)
             continue
@@ -233,9 +233,9 @@ def chosen(on: Callable[[Sizes], Forecast], among: Sequence[Sizes], machine: Mac
     if not found:
         raise failed[0]
     found = [one for one in found if not one[-1].repeats] or found
-    peak, ms, _, best = min(found, key=lambda one: order(one[1], one[0], one[2], memory))
-    what = "the fastest that is sure to fit" if peak <= memory else "of the least memory, and none is sure to fit"
-    return best.mesh, f"{said(best.mesh.shape)}, {ms:.3g} ms a step by the estimate; of {len(found)} meshes {what}"
+    ms, peak, _, best = min(found, key=lambda one: order(*one[:3], memory))
+    what = "the fastest that is sure to fit" if peak <= memory else "needs the least memory, and none is sure to fit"
+    return best.mesh, f"{said(best.mesh.shape)}: {what} ({len(found)} meshes; estimated {ms:.3g} ms per step)"
 
 
 def choose(first: Forecast, context: Context) -> tuple[Mesh, str]:

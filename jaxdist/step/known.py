@@ -59,7 +59,7 @@ class Known:
         return state
 
     def fits(self, leaves: Sequence[Any], settings: Any) -> bool:
-        """Check whether a call of the same structure is this one, and its arrays are there."""
+        """Check whether a call of the same structure is this one and its arrays still exist."""
         # By the identity of types: a step's results keep theirs from call to call.
         try:
             state = self._arrays(leaves)

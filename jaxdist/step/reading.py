@@ -104,7 +104,7 @@ class Reader:
         return with_batch(found)
 
     def _returned(self, read: Signature, leaves: Sequence[Any]) -> list[int]:
-        """Return the arguments of which the step's result, if read so, has a part like them."""
+        """Return the arguments that part of the step's result looks like, if the call is read so."""
         types = self._cache.types(read, leaves)
         return self._cache.jaxpr(read, types).returned(read.arguments, types)
 

@@ -369,7 +369,7 @@ FAMILIES = ["adam", "lion", "lamb", "sgd", "novograd", "polyak_sgd", "chain", "a
 PARTS = {f"scale_by_{name}" for name in (
     "belief", "factored_rms", "optimistic_gradient", "polyak", "rms", "rss", "sign", "stddev", "trust_ratio",
 )}  # fmt: skip
-"""What optimizers of other names are made of."""
+"""Building blocks of optimizers with other names."""
 
 # They take the gradient of each example: see oracle/test_zero.py.
 PER_EXAMPLE = {"differentially_private_aggregate", "dpsgd"}

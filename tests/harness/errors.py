@@ -31,7 +31,7 @@ def error_of(call: Callable[..., Any], *args: Any, **settings: Any) -> list[str]
 
 
 def check(told: Mapping[str, list[str]], expected: Mapping[str, tuple[str, ...]]) -> None:
-    """Of each call: the class of its error, and what the message names."""
+    """Check the class of each call's error, and the tokens in its message."""
     assert told.keys() == expected.keys()
     for name, (kind, *tokens) in expected.items():
         got, message = told[name]

@@ -21,7 +21,7 @@ Jaxdist = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def started(*args: object, **how: Any) -> "subprocess.Popen[Any]":
-    """A `jaxdist run` that goes on, with its output in a pipe, or as is said; it hears Ctrl-C."""
+    """A running `jaxdist run` that Ctrl-C reaches; by default its output is in a pipe."""
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True, "preexec_fn": hear_ctrl_c} | how
     return subprocess.Popen([*CLI, "run", *map(str, args)], **how)
 

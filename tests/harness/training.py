@@ -31,7 +31,7 @@ def init(dtype: Any) -> dict[str, Any]:
 
 
 def run(path: str, steps: int, level: Any, die_at: Sequence[int] = (), rank: int = 0) -> dict[str, Any]:
-    """Train until `steps`; what the parameters have become. The rank dies at one step of each start."""
+    """Train until `steps` and return the parameters. The rank dies at one step of each start."""
     ctx, start = jaxdist.get_context(), int(os.environ.get("JAXDIST_RESTARTS", "0"))
     own, parts = ctx.parts()
     dtype = np.float64 if jax.config.read("jax_enable_x64") else np.float32
@@ -54,7 +54,7 @@ def run(path: str, steps: int, level: Any, die_at: Sequence[int] = (), rank: int
         state = jaxdist.restore(path, state)
     while state["step"] < steps:
         x = np.random.default_rng(state["step"]).normal(size=(BATCH, 7)).astype(dtype)
-        x = np.concatenate([np.split(x, parts)[k] for k in own])  # what this process passes
+        x = np.concatenate([np.split(x, parts)[k] for k in own])  # this process's part
         out = train(state["params"], state["opt_state"], state["key"], x)
         state = dict(zip(("params", "opt_state", "key"), out, strict=True)) | {"step": state["step"] + 1}
         state["seen"] = np.asarray(state["step"] * BATCH, dtype)

@@ -286,7 +286,7 @@ DIFFERING = {
     [(2, "hand"), pytest.param(3, "mpirun", marks=[pytest.mark.slow, pytest.mark.mpi])],
 )
 def test_several_ranks_and_then_one(size: int, how: str, tmp_path: Path) -> None:
-    """What a loader has handed out goes on; sources and settings that differ are told on every rank."""
+    """Loaders resume; every rank raises if sources or settings differ."""
     _, cases = jobs.cases(size, "auto", tmp_path, f'loaders:read_by_several["{tmp_path}"]', how=how)
     (found,) = cases.values()
     for rank in found:
