@@ -34,14 +34,18 @@ def end_with_parent() -> None:
         threading.Thread(target=wait, args=(parent,), daemon=True).start()
 
 
-def start_quiet_tracker() -> None:
-    """Silence Python's resource tracker, which cleans up the semaphores and shared memory of a killed process."""
-    # It's a process that Python starts with the first semaphore; it takes warning filters from `sys.warnoptions` only.
-    sys.warnoptions.append("ignore:resource_tracker")
-    try:
-        resource_tracker.ensure_running()
-    finally:
-        sys.warnoptions.remove("ignore:resource_tracker")
+def start_tracker() -> None:
+    """Start Python's resource tracker, which cleans up the semaphores and shared memory of a killed process."""
+    # In a session of its own, since MPI launchers kill a rank's group; and silent. Python has no option for either.
+    tracker: Any = resource_tracker._resource_tracker
+    if tracker._fd is not None:
+        return
+    read, tracker._fd = os.pipe()
+    os.set_inheritable(read, True)
+    main = f"from multiprocessing.resource_tracker import main; main({read})"
+    argv = [sys.executable, "-W", "ignore:resource_tracker", "-c", main]
+    tracker._pid = os.posix_spawn(sys.executable, argv, os.environ, setsid=True)
+    os.close(read)
 
 
 def before_threads_end(call: Callable[[], None]) -> None:

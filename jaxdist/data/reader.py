@@ -70,7 +70,7 @@ class Reader:
 
         if not flags.FLAGS.is_parsed():  # grain reads some; programs without absl.app parse none
             flags.FLAGS.mark_as_parsed()
-        compat.start_quiet_tracker()
+        compat.start_tracker()
         steps = steps.mp_prefetch(grain.multiprocessing.MultiprocessingOptions(self.workers, max(1, self.prefetch)))
         return iter(steps.map(lambda read: jax.tree.map(compat.forget_name, read)))
 

@@ -3,6 +3,7 @@
 import ast
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -299,9 +300,12 @@ def test_several_ranks_and_then_one(size: int, how: str, tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["hand", pytest.param("mpirun", marks=pytest.mark.mpi)])
-def test_worker_processes_end_with_a_rank_that_is_killed(how: str) -> None:
-    for result in jobs.launch(how, 2, [str(SCRIPTS / "workers.py"), "dies"]).finish():  # which looks for what is left
-        assert result.returncode != 0, result.output
+def test_worker_processes_and_what_they_share_end_with_a_rank_that_is_killed(how: str) -> None:
+    results = jobs.launch(how, 2, [str(SCRIPTS / "workers.py"), "dies"]).finish()  # which looks for processes
+    assert all(result.returncode != 0 for result in results), results
+    shared = {Path(name) for result in results for name in re.findall(r"/dev/shm/\S+", result.output)}
+    assert shared, results
+    assert not any(path.exists() for path in shared)
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """A loader with worker processes: `workers.py [fails|unguarded|dies]`."""
 
 import os
+import re
 import signal
 import sys
 import time
+from pathlib import Path
 
 import jax
 
@@ -25,12 +27,16 @@ class Source:
 def die() -> None:
     """The last rank, in the middle of an epoch."""
     ctx = jaxdist.get_context()
+    if os.getsid(0) != os.getpid():
+        os.setpgid(0, 0)
     batches = iter(jaxdist.loader(Source(), 2, workers=2))
     for _ in range(20):
         next(batches)
     time.sleep(1)  # until they wait for somebody to take what they have
+    print(*re.findall(r"/dev/shm/(?:psm_|sem.mp)\S+", Path("/proc/self/maps").read_text()), flush=True)
+    jaxdist.barrier()
     if ctx.rank == ctx.size - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.killpg(0, signal.SIGKILL)  # as MPI's launchers do
     time.sleep(100)
 
 
