@@ -1,6 +1,5 @@
 """Parse the text of a compiled program into computations, with instructions in running order."""
 
-import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,8 +92,7 @@ def computations(text: str) -> tuple[Computations, str]:
 
 
 def _instruction(line: str) -> Instruction | None:
-    name = _NAME.match(line)
-    if name is None:
+    if (name := _NAME.match(line)) is None:
         return None
     rest = line[name.end() :]
     end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
@@ -122,33 +120,30 @@ class Collective(NamedTuple):
 
 def collectives_of(text: str, meshes: Sequence[Mesh]) -> dict[str, Collective]:
     """Return the collectives of a module by name, on one of these meshes."""
-    bodies, lines, found = computations(text)[0].values(), _users_lines(text), {}
-    for one in itertools.chain.from_iterable(bodies):
-        if one.kind:
-            axes = next(filter(None, (axes_of_groups(one.groups, axes_of_mesh(mesh)) for mesh in meshes)), ())
-            found[one.name] = Collective(one.kind, "+".join(axes), lines[one.name])
-        elif by_mpi := _MPI.match(one.name):
-            found[one.name] = Collective(f"MPI {by_mpi[1]}", "", lines[one.name])
+    frames, found = _frames(text), dict[str, Collective]()
+    for body in computations(text)[0].values():
+        lines = dict[str, str]()
+        for one in body:  # comes after its operands: jaxdist's collectives have the lines of those
+            own = frames.get(one.attribute(r"stack_frame_id=(\d+)") or "", "")
+            line = lines[one.name] = own or next(filter(None, (lines.get(name) for name in one.operands)), "")
+            if one.kind:
+                axes = next(filter(None, (axes_of_groups(one.groups, axes_of_mesh(mesh)) for mesh in meshes)), ())
+                found[one.name] = Collective(one.kind, "+".join(axes), line)
+            elif by_mpi := _MPI.match(one.name):
+                found[one.name] = Collective(f"MPI {by_mpi[1]}", "", line)
     return found
 
 
-def _users_lines(text: str) -> dict[str, str]:
-    """Map instructions to the user's lines; jaxdist's collectives get those from their operands."""
+def _frames(text: str) -> dict[str, str]:
+    """Map the stack frames of a module to the user's lines."""
     parts = dict(part.split("\n", 1) for part in text.split("\n\n") if re.match(r"File|StackFrames", part))
     files = dict(re.findall(r'^(\d+) "(.*)"$', parts.get("FileNames", ""), re.MULTILINE))
     places = re.findall(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", parts.get("FileLocations", ""), re.MULTILINE)
     at = {place: (files[file], line) for place, file, line in places}
-    frames = re.findall(
-        r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", parts.get("StackFrames", ""), re.MULTILINE
-    )
     line_of = {"0": ""}
-    for frame, place, parent in frames:  # counted from 1: the outermost frame's parent is 1
+    pattern = r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)"
+    for frame, place, parent in re.findall(pattern, parts.get("StackFrames", ""), re.MULTILINE):
         file, line = at[place]
-        outer = line_of[str(int(parent) - 1)]
+        outer = line_of[str(int(parent) - 1)]  # counted from 1: the outermost frame's parent is 1
         line_of[frame] = f"{file}:{line}" if of_the_user(file) else "" if is_ours(file) else outer
-    lines: dict[str, str] = {}
-    for body in computations(text)[0].values():
-        for one in body:  # comes after its operands
-            own = line_of.get(one.attribute(r"stack_frame_id=(\d+)") or "", "")
-            lines[one.name] = own or next(filter(None, (lines.get(name) for name in one.operands)), "")
-    return lines
+    return line_of

@@ -1,6 +1,5 @@
 """Evaluate a jaxpr equation by equation with a table of rules, the basis of every pass."""
 
-import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -172,7 +171,7 @@ class Interpreter:
             return atom.val if isinstance(atom, Literal) else env[atom]
 
         eqns = live(jaxpr)
-        last = _last_uses(eqns, jaxpr.outvars)
+        last = last_uses(eqns, jaxpr.outvars)
         for start, stop in self._stretches(eqns):
             if stop - start < self.worth_a_call:
                 for eqn in eqns[start:stop]:
@@ -195,7 +194,7 @@ class Interpreter:
         # To fetch from the host's memory takes both; a call's types would not have that memory.
         alone = {"device_put", "optimization_barrier"} if "device_put" in names else set()
         for i, eqn in enumerate(eqns):
-            if eqn.primitive in self.rules or eqn.primitive.name in alone or has_effect(eqn) or self.touches(eqn):
+            if eqn.primitive.name in alone or has_effect(eqn) or self.touches(eqn):
                 if start < i:
                     yield start, i
                 yield i, i + 1
@@ -227,11 +226,11 @@ class Interpreter:
         return compat.bind(eqn, with_bodies(eqn, self.rewrite), args)
 
     def touches(self, eqn: JaxprEqn) -> bool:
-        """Check whether an equation must be evaluated, because a nested jaxpr binds a ruled primitive."""
-        return any(contains(sub.jaxpr, self.rules) for sub in subjaxprs(eqn))
+        """Check whether an equation must be evaluated: it, or one in a nested jaxpr, binds a ruled primitive."""
+        return eqn.primitive in self.rules or any(contains(sub.jaxpr, self.rules) for sub in subjaxprs(eqn))
 
 
-def _last_uses(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> dict[Any, int]:
+def last_uses(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> dict[Any, int]:
     """Map each variable to the position of its last use; that of results comes after all."""
     uses = (*(eqn.invars for eqn in eqns), results)
     return {v: k for k, atoms in enumerate(uses) for v in atoms if not isinstance(v, Literal)}
@@ -252,24 +251,3 @@ def live(jaxpr: Jaxpr) -> list[JaxprEqn]:
 def has_effect(eqn: JaxprEqn) -> bool:
     """Check whether an equation has effects other than naming a mesh axis."""
     return any(type(e).__name__ != "NamedAxisEffect" for e in eqn.effects)
-
-
-# --- the peak memory of a program, before a compiler has fused and ordered it
-
-_FUSED = {"broadcast_in_dim", "iota"}  # computed where they are used
-
-
-def held_at_once(jaxpr: Jaxpr) -> int:
-    """Bound the bytes that a program holds at once, without its arguments; a loop counts as one turn."""
-    eqns = live(jaxpr)
-    last, change = _last_uses(eqns, jaxpr.outvars), [0] * (len(eqns) + 1)
-    for k, eqn in enumerate(eqns):
-        for v in () if eqn.primitive.name in _FUSED else last.keys() & set(eqn.outvars):
-            change[k] += _bytes(v.aval)
-            change[min(last[v] + 1, len(eqns))] -= _bytes(v.aval)
-    inside = (max(map(held_at_once, (sub.jaxpr for sub in subjaxprs(eqn))), default=0) for eqn in eqns)
-    return max((own + more for own, more in zip(itertools.accumulate(change), inside, strict=False)), default=0)
-
-
-def _bytes(aval: Any) -> int:
-    return aval.size * aval.dtype.itemsize if hasattr(aval, "dtype") else 0

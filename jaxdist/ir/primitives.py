@@ -57,11 +57,6 @@ def joined(parts: Any, dim: int, size: int) -> Any:
     return lax.slice_in_dim(x, 0, size, axis=dim)
 
 
-def first_entry(x: Any) -> Any:
-    """Return a scalar of `x` by slicing: ``x.reshape(-1)`` may copy, if dimensions are permuted."""
-    return lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
-
-
 # --- their implementation
 
 
@@ -116,31 +111,18 @@ mlir.register_lowering(
 )
 
 
-def _refuse_processes(name: str, where: str, fate: str, fix: str) -> None:
-    if jax.process_count() > 1:
-        raise RuntimeError(
-            f"step {name!r} was called {where}: there it is the plain step, and each of the {jax.process_count()} "
-            f"processes would {fate}. {fix}"
-        )
-
-
-@plain_p.def_impl
-def _plain_impl(x: Any, *, name: str) -> Any:
-    fate, fix = "get the result of its own part of the batch", "Take the gradient inside a decorated function"
-    _refuse_processes(name, "under jax.grad, jax.vmap or the like", fate, fix)
+def _plain(x: Any, *, name: str) -> Any:
+    devices, processes = jax.device_count(), jax.process_count()
+    problem = (
+        f"step {name!r} was called inside another transformation (jax.grad, jax.vmap, jax.jit, lax.scan): there it is "
+        f"the plain step, on one of {devices} devices. Call it directly, or decorate the outer function instead"
+    )
+    if processes > 1:
+        raise RuntimeError(f"{problem}: each of the {processes} processes would train alone, on its part of the batch")
+    if devices > 1:
+        warnings.warn(problem, stacklevel=2)
     return x
 
 
-def _plain_lowering(ctx: Any, x: Any, *, name: str) -> list[Any]:
-    where = "inside a function that JAX compiles on its own (jax.jit, lax.scan)"
-    _refuse_processes(name, where, "train alone", "Call it directly, or decorate the outer function instead")
-    if jax.device_count() > 1:
-        warnings.warn(
-            f"step {name!r} was called {where}: there it is the plain step, and runs on one of "
-            f"{jax.device_count()} devices. Decorate the outer function instead",
-            stacklevel=2,
-        )
-    return [x]
-
-
-mlir.register_lowering(plain_p, _plain_lowering)
+plain_p.def_impl(_plain)
+mlir.register_lowering(plain_p, lambda _, x, *, name: [_plain(x, name=name)])

@@ -1,6 +1,7 @@
 """Trace a step to a jaxpr, as one device with the whole batch runs it: axes of the mesh have size one."""
 
 import contextlib
+import functools
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from jax.extend.core import primitives as p
 
 from jaxdist import compat
 from jaxdist.errors import StepError
-from jaxdist.ir.interpreter import Interpreter, axes_of, contains, groups_of, subjaxprs
+from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of, subjaxprs
 from jaxdist.mesh import AXIS, MODEL, SEQUENCE
 
 _log = logging.getLogger("jaxdist")
@@ -73,13 +74,11 @@ def trace(
                 continue
             _log.info("treating the unbound axis %r as the data axis, with size one as on one device", name)
     axes = [(name, 1) for name in names]
-    if contains(closed.jaxpr, [compat.composite_p]):
-        plain = Interpreter({compat.composite_p: compat.expanded})
-        closed = jax.make_jaxpr(lambda *xs: plain.run(closed, *xs), axis_env=axes)(*closed.in_avals)
-    if not _named(closed.jaxpr, set(names)):
-        return closed, names[-1], ()
-    alone, divided = Alone(names), list(_divided(closed.jaxpr, set(names)))
-    return jax.make_jaxpr(lambda *xs: alone.run(closed, *xs), axis_env=axes)(*closed.in_avals), names[-1], divided
+    divided = list(_divided(closed.jaxpr, set(names)))
+    for rewrite in (Interpreter({compat.composite_p: compat.expanded}), Alone(names)):
+        if any(map(rewrite.touches, closed.eqns)):
+            closed = jax.make_jaxpr(functools.partial(rewrite.run, closed), axis_env=axes)(*closed.in_avals)
+    return closed, names[-1], divided
 
 
 def with_axis(fun: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxdist.ir.interpreter import contains, has_effect, inlined, live, subjaxprs, with_bodies
 from jaxdist.ir.operations import SHAPE_ONLY
-from jaxdist.ir.primitives import all_reduce_p, first_entry, gather_shards_p, joined, reduce_shard_p, slices
+from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, joined, reduce_shard_p, slices
 from jaxdist.mesh import Axis
 
 FUSED = {all_reduce_p, reduce_shard_p, gather_shards_p}
@@ -221,7 +221,8 @@ def _before_form(v: Any, producers: Mapping[Any, JaxprEqn]) -> Any:
 
 def _always(x: Any) -> Any:
     """Return a boolean that is always true once `x` is known; XLA cannot simplify it."""
-    first = first_entry(x).real
+    # By slicing: ``x.reshape(-1)`` may copy, if dimensions are permuted.
+    first = lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim)).real
     if not jnp.issubdtype(first.dtype, jnp.floating):
         return first.astype(jnp.uint8) | 1 != 0
     wide = first if first.dtype.itemsize >= 4 else first.astype(jnp.float32)

@@ -2,16 +2,17 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, Literal
 from jax.sharding import Mesh, NamedSharding
 
-from jaxdist.ir.interpreter import held_at_once
+from jaxdist.ir.interpreter import last_uses, live, subjaxprs
 from jaxdist.ir.wire import Collective, sent
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, MODEL, NAMES, SEQUENCE, Sizes, data_size, in_a_row, mesh_of, on_each_host
@@ -26,6 +27,8 @@ from jaxdist.step.placer import abstract, in_shards
 from jaxdist.step.program import Program, ProgramCache
 from jaxdist.step.signature import Signature
 from jaxdist.step.tracing import traced
+
+_FUSED = {"broadcast_in_dim", "iota"}  # computed where they are used
 
 
 class Held(NamedTuple):
@@ -88,7 +91,7 @@ class Ahead:
         program = placed.emitted[0].jaxpr
         came, away = set(program.invars), {k for k, i in enumerate(placed.step.sources) if i in placed.offloaded}
         new = {
-            v: v.aval.size * v.aval.dtype.itemsize
+            v: _bytes(v.aval)
             for k, v in enumerate(program.outvars)
             if not isinstance(v, Literal) and v not in came and k not in away
         }
@@ -117,7 +120,7 @@ class Ahead:
     @functools.cached_property
     def held_at_once(self) -> int:
         """Bytes at most of a device's other values: all at once that a compiler may fuse."""
-        return held_at_once(self.made.placed.emitted[0].jaxpr)
+        return _held_at_once(self.made.placed.emitted[0].jaxpr)
 
     def sent(self, machine: Machine) -> tuple[Collective, ...]:
         """The collectives, as XLA may merge them (see `jaxdist.ir.wire`)."""
@@ -182,6 +185,22 @@ class Forecast:
         ahead = Ahead(self._cache.make(trace, signature, avals, layouts, mesh, "xla"))
         _ = ahead.made.placed.emitted  # what it can't be placed for is an error here
         return ahead
+
+
+def _held_at_once(jaxpr: Jaxpr) -> int:
+    """Bound the bytes that a program holds at once, without its arguments; a loop counts as one turn."""
+    eqns = live(jaxpr)
+    last, change = last_uses(eqns, jaxpr.outvars), [0] * (len(eqns) + 1)
+    for k, eqn in enumerate(eqns):
+        for v in () if eqn.primitive.name in _FUSED else last.keys() & set(eqn.outvars):
+            change[k] += _bytes(v.aval)
+            change[min(last[v] + 1, len(eqns))] -= _bytes(v.aval)
+    inside = (max(map(_held_at_once, (sub.jaxpr for sub in subjaxprs(eqn))), default=0) for eqn in eqns)
+    return max((own + more for own, more in zip(itertools.accumulate(change), inside, strict=False)), default=0)
+
+
+def _bytes(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize if hasattr(aval, "dtype") else 0
 
 
 # --- the choice of a mesh: by FLOPs, state and messages on each; nothing is compiled

@@ -495,8 +495,10 @@ def test_lowered_to_look_at() -> None:
 
 def test_on_tracers_it_is_the_plain_step() -> None:
     step = jaxdist.data_parallel(sgd)
-    close(jax.grad(lambda w: step(w, X)[1])(W), jax.grad(lambda w: sgd(w, X)[1])(W))
-    close(jax.vmap(step, (0, None))(jnp.stack([W, 2 * W]), X)[0][1], sgd(2 * W, X)[0])
+    with pytest.warns(UserWarning, match="8 devices"):
+        close(jax.grad(lambda w: step(w, X)[1])(W), jax.grad(lambda w: sgd(w, X)[1])(W))
+    with pytest.warns(UserWarning, match="8 devices"):
+        close(jax.vmap(step, (0, None))(jnp.stack([W, 2 * W]), X)[0][1], sgd(2 * W, X)[0])
     with pytest.warns(UserWarning, match="8 devices"):
         close(jax.jit(step)(W, X), sgd(W, X))
     with pytest.warns(UserWarning, match="plain step"):
