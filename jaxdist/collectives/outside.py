@@ -22,7 +22,6 @@ from jaxdist.collectives.arguments import checked, describe, each, flat
 from jaxdist.collectives.mpi import HostMpi, reduces
 from jaxdist.communicators import lowering
 from jaxdist.errors import ControlError, in_words
-from jaxdist.ir.interpreter import retrace
 from jaxdist.mesh import AXIS
 from jaxdist.runtime import gloo
 from jaxdist.runtime.context import Context
@@ -125,7 +124,7 @@ def _program(
     function = functools.partial(getattr(in_step, kind, lambda x: x), **dict(options), groups=None)
 
     def local(*xs: Any) -> list[Any]:
-        closed = retrace(lambda *xs: [function(x) for x in xs], xs)
+        closed = jax.make_jaxpr(lambda *xs: [function(x) for x in xs])(*xs)
         return lowering(communicator, mesh).run(closed, *xs)
 
     jitted = jax.jit(on_each(local))

@@ -24,7 +24,7 @@ from jax.interpreters import mlir
 from jaxdist import compat
 from jaxdist.communicators import exchange
 from jaxdist.communicators.mpi_groups import library, of_group
-from jaxdist.ir.interpreter import CHECKPOINT, Interpreter, axes_of, bodies, groups_of, retrace
+from jaxdist.ir.interpreter import CHECKPOINT, Interpreter, axes_of, bodies, groups_of
 from jaxdist.ir.primitives import slices
 from jaxdist.mesh import Axis, along
 
@@ -238,7 +238,7 @@ class MpiLowering(Interpreter):
     def eval_nested(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
         """Pass the order of calls through control flow with collectives inside."""
         rule = {
-            "scan": self._scan, "while": self._while, "cond": self._cond, **dict.fromkeys(CHECKPOINT, self._checkpoint),
+            "scan": self._scan, "while": self._while, "cond": self._cond, CHECKPOINT: self._checkpoint,
         }.get(eqn.primitive.name)  # fmt: skip
         if rule is None:
             raise NotImplementedError(
@@ -298,7 +298,7 @@ class MpiLowering(Interpreter):
             order, outs = self._inner(order, compat.closed(body), *xs)
             return [order, *outs]
 
-        closed = retrace(run, [jax.typeof(order), *(v.aval for v in body.invars)])
+        closed = jax.make_jaxpr(run)(jax.typeof(order), *(v.aval for v in body.invars))
         order, *outs = compat.bind(eqn, {**eqn.params, "jaxpr": closed.jaxpr}, [order, *args])
         return order, outs
 

@@ -35,11 +35,6 @@ def type_text(dtype: Any, shape: Sequence[int]) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def aval_text(v: Any) -> str:
-    """Return the type of a variable or literal; for a token, its name."""
-    return type_text(getattr(v.aval, "dtype", v.aval), getattr(v.aval, "shape", ()))
-
-
 def moves(eqn: JaxprEqn) -> bool:
     """Check whether an equation is a collective over the devices."""
     return any(isinstance(axis, str) for axis in axes_of(eqn)) and eqn.primitive.name not in _SILENT
@@ -99,11 +94,13 @@ def _each(closed: ClosedJaxpr, within: Within = ()) -> Iterator[tuple[bytes, str
     held = {v: _held(v, x) for v, x in zip(jaxpr.constvars, closed.consts, strict=True)}
 
     def operand(v: Any) -> str:
-        return _held(v, v.val) if isinstance(v, Literal) else held.get(v) or aval_text(v)
+        return _held(v, v.val) if isinstance(v, Literal) else held.get(v) or v.aval.str_short()
 
     def digest(text: str, atoms: Sequence[Any]) -> bytes:
         places = [None if isinstance(v, Literal) else numbers.setdefault(v, len(numbers)) for v in atoms]
-        return hashlib.blake2b(f"{text} {places} {[*map(aval_text, atoms)]}".encode(), digest_size=16).digest()
+        return hashlib.blake2b(
+            f"{text} {places} {[v.aval.str_short() for v in atoms]}".encode(), digest_size=16
+        ).digest()
 
     for eqn in live(jaxpr):
         for i, body in enumerate(subjaxprs(eqn)):
@@ -127,4 +124,4 @@ def _held(v: Any, value: Any) -> str:
             f"the step closes over an array of shape {value.shape} that is split over several processes. Pass it as "
             "an argument"
         )
-    return f"{aval_text(v)} with the checksum {checksum(np.asarray(value)):08x}"
+    return f"{v.aval.str_short()} with the checksum {checksum(np.asarray(value)):08x}"

@@ -1,5 +1,6 @@
 """Evaluate a jaxpr equation by equation with a table of rules, the basis of every pass."""
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,8 +12,8 @@ from jaxdist.mesh import Axis
 
 T = TypeVar("T")
 
-CHECKPOINT = ("checkpoint", "remat", "remat2")  # names of `jax.checkpoint`, whose operands are its body's
-CONTROL_FLOW = frozenset({"scan", "while", "cond", *CHECKPOINT})
+CHECKPOINT = "remat2"  # `jax.checkpoint`, whose operands are its body's
+CONTROL_FLOW = frozenset({"scan", "while", "cond", CHECKPOINT})
 
 
 class Body(NamedTuple):
@@ -47,7 +48,7 @@ def bodies(eqn: JaxprEqn) -> list[Body]:
             return [condition, Body(params["body_jaxpr"], taken, outs, range(second, len(taken)))]
         case "cond":  # the first operand chooses
             return [Body(branch, ins[1:], outs) for branch in params["branches"]]
-        case "checkpoint" | "remat" | "remat2":
+        case "remat2":
             return [Body(compat.closed(params["jaxpr"]), ins, outs)]
     return []
 
@@ -88,16 +89,16 @@ def with_bodies(eqn: JaxprEqn, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> 
     """Return an equation's parameters with each jaxpr among them changed."""
 
     def changed(value: Any) -> Any:
+        if not isinstance(value, (ClosedJaxpr, Jaxpr)):
+            return value
+        made = change(compat.closed(value))
         if isinstance(value, ClosedJaxpr):
-            return change(value)
-        if isinstance(value, Jaxpr):  # jax.checkpoint has an open jaxpr, without constants
-            made = change(compat.closed(value))
-            if made.consts:
-                raise NotImplementedError(f"constants inside {eqn.primitive}")
-            return made.jaxpr
-        return type(value)(map(changed, value)) if isinstance(value, (tuple, list)) else value
+            return made
+        if made.consts:  # jax.checkpoint has an open jaxpr, without constants
+            raise NotImplementedError(f"constants inside {eqn.primitive}")
+        return made.jaxpr
 
-    return {k: changed(v) for k, v in eqn.params.items()}
+    return {name: jax.tree.map(changed, value) for name, value in eqn.params.items()}
 
 
 def axes_of(eqn: JaxprEqn, unsaid: Any = ()) -> tuple[Any, ...]:
@@ -128,11 +129,6 @@ def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """Return the body of a call that may be inlined, else None."""
     body = eqn.params.get(INLINED.get(eqn.primitive.name, ""))
     return None if body is None else compat.closed(body)
-
-
-def retrace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> ClosedJaxpr:
-    """Trace `fun` at `avals`, within the shard_map being traced."""
-    return jax.make_jaxpr(lambda *args: list(fun(*args)))(*avals)
 
 
 def renamed(atoms: Sequence[Any], names: Mapping[Any, Any]) -> list[Any]:
@@ -207,7 +203,7 @@ class Interpreter:
 
     def rewrite(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         """Apply the rules to `closed`, within the shard_map being traced."""
-        return retrace(lambda *xs: self.run(closed, *xs), closed.in_avals)
+        return jax.make_jaxpr(functools.partial(self.run, closed))(*closed.in_avals)
 
     def eval_eqn(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
         """Return the outputs of one equation."""

@@ -15,9 +15,6 @@ LINEAR = SHAPE_ONLY | {"broadcast_in_dim", "dynamic_slice", "neg", "reduce_sum",
 # Linear collectives whose result is at most as large as their operand.
 ACROSS = frozenset({"all_to_all", "jaxdist_all_reduce", "jaxdist_reduce_scatter", "ppermute"})
 CONTRACTION = frozenset({"conv_general_dilated", "dot_general"})
-# FLOPs for a matrix, divided by both dimensions and the smaller one (Golub and Van Loan, *Matrix Computations*).
-FACTORISATION = {"cholesky": 1 / 3, "eig": 25, "eigh": 9, "geqrf": 2, "hessenberg": 10 / 3, "householder_product": 2,
-                 "lu": 2 / 3, "qr": 4, "schur": 25, "svd": 20, "triangular_solve": 1, "tridiagonal": 4 / 3}  # fmt: skip
 # Never moved into work that one device does for all: marks, code for each device, callbacks on the root.
 FOR_ITSELF = frozenset({"debug_callback", "debug_print", "io_callback", "jaxdist_count", "jaxdist_own_code",
                         "jaxdist_plain", "jaxdist_shard", "pure_callback", "rng_uniform", "shard_map"})  # fmt: skip

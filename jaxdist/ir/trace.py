@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +55,7 @@ def trace(
     fun: Callable[..., Sequence[Any]], args: Sequence[Any]
 ) -> tuple[ClosedJaxpr, str, Sequence[tuple[float, str]]]:
     """Trace with axes of size one, and remove them; also return the axis, and what sums over it are divided by."""
-    names = [AXIS]
+    names, axis = [*_KNOWN], AXIS
     while True:
         try:
             closed = jax.make_jaxpr(fun, axis_env=[(name, 1) for name in names])(*args)
@@ -63,22 +64,19 @@ def trace(
             found = re.search(r"unbound axis name:? ([^\s.]+)", str(error))
             if found is None or (name := found[1].strip("'\"")) in names:
                 raise
-            others = [other for other in names[1:] if other not in _KNOWN]
-            if others and name not in _KNOWN:
+            if axis != AXIS:
                 raise StepError(
-                    f"the step names two unbound axes, {others[0]!r} and {name!r}: only one can be the axis of "
-                    f"data parallelism. Bind the other (jax.vmap(axis_name={name!r}), jax.shard_map)"
+                    f"the step names two unbound axes, {axis!r} and {name!r}: only one can be the axis of data "
+                    f"parallelism. Bind the other (jax.vmap(axis_name={name!r}), jax.shard_map)"
                 ) from None
-            names.append(name)
-            if name in _KNOWN:
-                continue
+            names.append(axis := name)
             _log.info("treating the unbound axis %r as the data axis, with size one as on one device", name)
     axes = [(name, 1) for name in names]
     divided = list(_divided(closed.jaxpr, set(names)))
     for rewrite in (Interpreter({compat.composite_p: compat.expanded}), Alone(names)):
         if any(map(rewrite.touches, closed.eqns)):
             closed = jax.make_jaxpr(functools.partial(rewrite.run, closed), axis_env=axes)(*closed.in_avals)
-    return closed, names[-1], divided
+    return closed, axis, divided
 
 
 def with_axis(fun: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -104,17 +102,6 @@ _COLLECTIVES = {
     p.psum_p, p.pmax_p, p.pmin_p, p.all_gather_p, p.all_to_all_p, p.ppermute_p, p.axis_index_p, compat.psum_invariant_p,
     compat.reduce_scatter_p, compat.pvary_p, compat.all_gather_invariant_p, *compat.other_collectives(),
 }  # fmt: skip
-
-
-def _named(jaxpr: Jaxpr, names: set[str]) -> bool:
-    """Check whether a collective over one of the axes occurs outside a `shard_map`."""
-    return any(_names(eqn, names) for eqn in jaxpr.eqns)
-
-
-def _names(eqn: JaxprEqn, names: set[str]) -> bool:
-    if eqn.primitive in _COLLECTIVES:
-        return not names.isdisjoint(axes_of(eqn))
-    return eqn.primitive.name != "shard_map" and any(_named(sub.jaxpr, names) for sub in subjaxprs(eqn))
 
 
 def _divided(jaxpr: Jaxpr, names: set[str]) -> Iterator[tuple[float, str]]:
@@ -148,7 +135,12 @@ class Alone(Interpreter):
         self.names = set(names)
 
     def touches(self, eqn: JaxprEqn) -> bool:
-        return _names(eqn, self.names)
+        """Check whether it is, or contains outside a `shard_map`, a collective over one of the axes."""
+        if eqn.primitive in _COLLECTIVES:
+            return not self.names.isdisjoint(axes_of(eqn))
+        return eqn.primitive.name != "shard_map" and any(
+            map(self.touches, itertools.chain.from_iterable(sub.eqns for sub in subjaxprs(eqn)))
+        )
 
     def eval_eqn(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
         if eqn.primitive not in _COLLECTIVES or not self.touches(eqn):

@@ -1,5 +1,6 @@
 """Rules for branches, checkpoints, callbacks, and the user's own code for each device."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Primitive, primitives
 
 from jaxdist import compat
-from jaxdist.ir.interpreter import CHECKPOINT, CONTROL_FLOW, INLINED, Interpreter, axes_of, bodies, retrace
+from jaxdist.ir.interpreter import CHECKPOINT, CONTROL_FLOW, INLINED, Interpreter, axes_of, bodies
 from jaxdist.mesh import AXIS, GROUP, Axis
 from jaxdist.placements.block import Node
 from jaxdist.placements.loops import bound, inside, join, throughout
@@ -27,7 +28,7 @@ def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     return Strategy([REPLICATED, *map(form, given)], gives, bound(placed), bodies=placed)
 
 
-@special(*CHECKPOINT)
+@special(CHECKPOINT)
 def _checkpoint(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     given, gives, placed = _branches(walk, node, ins)
 
@@ -182,7 +183,7 @@ class _Untyped(Interpreter):
 
     def rewrite(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         types = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in closed.in_avals]
-        return retrace(lambda *xs: self.run(closed, *xs), types)
+        return jax.make_jaxpr(functools.partial(self.run, closed))(*types)
 
 
 def _literal(x: Any) -> Any:

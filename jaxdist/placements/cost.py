@@ -7,11 +7,17 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jaxdist.ir.operations import CONTRACTION, FACTORISATION, is_elementwise
+from jaxdist.ir.operations import CONTRACTION, is_elementwise
 from jaxdist.machine import Machine
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.strategy import Placed, Strategy, nbytes
 from jaxdist.placements.values import Split, local_shape
+
+# FLOPs for a matrix, divided by both dimensions and the smaller one (Golub and Van Loan, *Matrix Computations*).
+_FACTORIZATION = {
+    "cholesky": 1 / 3, "eig": 25, "eigh": 9, "geqrf": 2, "hessenberg": 10 / 3, "householder_product": 2, "lu": 2 / 3,
+    "qr": 4, "schur": 25, "svd": 20, "triangular_solve": 1, "tridiagonal": 4 / 3,
+}  # fmt: skip
 
 
 def cost(placed: Placed, infer: Any, examples: int = 1, memory: bool = True) -> float:
@@ -46,7 +52,7 @@ def seconds_of(block: Block, node: Node, strategy: Strategy, machine: Machine, m
     """Estimate a device's seconds for an operation: its products, its memory traffic."""
     cost, dtype = flops(block, node, strategy), block.avals[node.outs[0]].dtype if node.outs else np.dtype("float32")
     itemsize = 8 if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize
-    if node.name not in CONTRACTION and node.name not in FACTORISATION:  # results count, once per fused loop
+    if node.name not in CONTRACTION and node.name not in _FACTORIZATION:  # results count, once per fused loop
         return 0.0 if not memory or _is_in_a_loop(block, node) else machine.seconds(0, cost * itemsize)
     touched = zip((*node.ins, *node.outs), (*strategy.takes, *strategy.gives), strict=True)
     entries = sum(math.prod(local_shape(block.avals[i].shape, p)) for i, p in touched)
@@ -92,8 +98,8 @@ def flops(block: Block, node: Node, strategy: Strategy) -> int:
         kernel = local_shape(block.avals[node.ins[1]].shape, takes[1])
         out = node.eqn.params["dimension_numbers"].rhs_spec[0]
         return 2 * sizes[0] * math.prod(kernel) // max(kernel[out], 1)
-    if node.name in FACTORISATION:
+    if node.name in _FACTORIZATION:
         shape = local_shape(block.avals[node.ins[0]].shape, takes[0])
-        return round(FACTORISATION[node.name] * math.prod(shape) * min(shape[-2:]))
+        return round(_FACTORIZATION[node.name] * math.prod(shape) * min(shape[-2:]))
     dtypes = [block.avals[o].dtype for o in node.outs]
     return sum(n for n, t in zip(sizes, dtypes, strict=True) if not jax.numpy.issubdtype(t, jax.dtypes.extended))

@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxdist.errors import StepError
-from jaxdist.ir.interpreter import Interpreter, called, inlined, live, renamed, retrace
+from jaxdist.ir.interpreter import Interpreter, called, inlined, live, renamed
 from jaxdist.ir.primitives import shard_p
 from jaxdist.mesh import Axis
 
@@ -44,7 +44,7 @@ def staged(closed: ClosedJaxpr, offloaded: Mapping[int, int | None], axes: Seque
             "ordered effects together with arrays in the host's memory. Leave ordered=True away"
         )
     if not axes:  # unchanged from tracing: the update may be a call
-        closed = retrace(functools.partial(_Flat({}).run, closed), closed.in_avals)
+        closed = jax.make_jaxpr(functools.partial(_Flat({}).run, closed))(*closed.in_avals)
     jaxpr, eqns = closed.jaxpr, live(closed.jaxpr)
     origins = _origins(jaxpr, eqns, offloaded)
     stages = _stages(jaxpr, offloaded, origins)
