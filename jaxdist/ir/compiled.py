@@ -61,12 +61,10 @@ class Instruction:
     def groups(self) -> Groups | None:
         """Return a collective's groups of devices, or (sender, receiver) pairs; None means all."""
         listed = self.attribute(r"source_target_pairs=(\{[\d,{}]*\})")
-        if listed is None:
-            found = self.attribute(_GROUPS)
-            if found in (None, "{}"):
-                return None
+        if listed is None and (found := self.attribute(_GROUPS)) not in (None, "{}"):
             listed = compat.listed_groups(found)
-        return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed))
+        pairs = re.findall(r"\{([\d,]+)\}", listed or "")
+        return tuple(tuple(map(int, pair.split(","))) for pair in pairs) or None
 
     def attribute(self, pattern: str) -> str | None:
         """Return the first group of a regular expression."""

@@ -49,8 +49,7 @@ def parameters(eqn: JaxprEqn) -> str:
 def _plain(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_plain, value))})"
-    known = (str, bool, int, float, complex, np.dtype, np.generic, enum.Enum)
-    return str(value) if isinstance(value, known) else ""
+    return str(value) if isinstance(value, (str, int, float, complex, np.dtype, np.generic, enum.Enum)) else ""
 
 
 def place(within: Within) -> str:

@@ -1,6 +1,7 @@
 """Evaluate a jaxpr equation by equation with a table of rules, the basis of every pass."""
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -168,13 +169,14 @@ class Interpreter:
 
         eqns = live(jaxpr)
         last = last_uses(eqns, jaxpr.outvars)
-        for start, stop in self._stretches(eqns):
-            if stop - start < self.worth_a_call:
-                for eqn in eqns[start:stop]:
+        stop = 0
+        for part in self._stretches(eqns):
+            stop += len(part)
+            if len(part) < self.worth_a_call:
+                for eqn in part:
                     outs = self.eval_eqn(eqn, *map(read, eqn.invars))
                     env.update(zip(eqn.outvars, outs, strict=True))
                 continue
-            part = eqns[start:stop]
             made = {v for eqn in part for v in eqn.outvars}
             taken = (v for eqn in part for v in eqn.invars if not isinstance(v, Literal) and v not in made)
             ins = list(dict.fromkeys(taken))
@@ -184,22 +186,15 @@ class Interpreter:
             env.update(zip(outs, compat.call(ClosedJaxpr(body, ()), [env[v] for v in ins]), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _stretches(self, eqns: Sequence[JaxprEqn]) -> Iterator[tuple[int, int]]:
-        """Yield [start, stop) of runs of equations to bind unchanged, and of every other one alone."""
-        start, names = 0, {eqn.primitive.name for eqn in eqns}
+    def _stretches(self, eqns: Sequence[JaxprEqn]) -> Iterator[list[JaxprEqn]]:
+        """Yield equations in runs to bind unchanged, and every other one alone."""
         # To fetch from the host's memory takes both; a call's types would not have that memory.
-        alone = {"device_put", "optimization_barrier"} if "device_put" in names else set()
-        for i, eqn in enumerate(eqns):
-            if eqn.primitive.name in alone or has_effect(eqn) or self.touches(eqn):
-                if start < i:
-                    yield start, i
-                yield i, i + 1
-                start = i + 1
-            elif i - start == _LONGEST_CALL:
-                yield start, i
-                start = i
-        if start < len(eqns):
-            yield start, len(eqns)
+        fetches = any(eqn.primitive.name == "device_put" for eqn in eqns)
+        alone = {"device_put", "optimization_barrier"} if fetches else set[str]()
+        changes = lambda eqn: eqn.primitive.name in alone or has_effect(eqn) or self.touches(eqn)
+        for changed, group in itertools.groupby(eqns, changes):
+            part, longest = list(group), 1 if changed else _LONGEST_CALL
+            yield from (part[i : i + longest] for i in range(0, len(part), longest))
 
     def rewrite(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         """Apply the rules to `closed`, within the shard_map being traced."""

@@ -21,7 +21,6 @@ from jaxdist.errors import StepError
 from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of, subjaxprs
 from jaxdist.mesh import AXIS, MODEL, SEQUENCE
 
-_log = logging.getLogger("jaxdist")
 _step: ContextVar[Any] = ContextVar("jaxdist_inside_step", default=None)
 _KNOWN = (AXIS, MODEL, SEQUENCE)
 
@@ -70,7 +69,7 @@ def trace(
                     f"parallelism. Bind the other (jax.vmap(axis_name={name!r}), jax.shard_map)"
                 ) from None
             names.append(axis := name)
-            _log.info("treating the unbound axis %r as the data axis, with size one as on one device", name)
+            logging.getLogger("jaxdist").info("treating the unbound axis %r as the data axis, of size one", name)
     axes = [(name, 1) for name in names]
     divided = list(_divided(closed.jaxpr, set(names)))
     for rewrite in (Interpreter({compat.composite_p: compat.expanded}), Alone(names)):

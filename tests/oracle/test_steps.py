@@ -171,7 +171,7 @@ def nested(batch: Any, w: Any) -> Any:
     return jnp.mean((sum(batch["more"]["views"]) @ w - batch["y"]) ** 2)
 
 
-@pytest.mark.filterwarnings("ignore:.*was called inside a function that jax compiles")
+@pytest.mark.filterwarnings("ignore:.*was called inside another transformation")
 @pytest.mark.parametrize("use", [taken_out, nested])
 def test_a_batch_to_work_in_is_as_it_was_afterwards(use: Any) -> None:
     step = lambda w, batch: w - 0.1 * jax.grad(lambda w: use(batch, w))(w)
