@@ -145,13 +145,9 @@ def scan_split(params: Mapping[str, Any]) -> tuple[int, int]:
 
 def linear_solve(params: dict[str, Any], ins: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
     """The jaxpr that solves a `lax.custom_linear_solve`, and those operands that it takes."""
-    lengths, start = params["const_lengths"], 0
-    for name in lengths._fields:
-        if name == "solve":
-            break
-        start += getattr(lengths, name)
-    rest = sum(lengths)
-    return params["jaxprs"].solve, (*ins[start : start + lengths.solve], *ins[rest:])
+    lengths = params["const_lengths"]
+    start = sum(lengths[: lengths._fields.index("solve")])
+    return params["jaxprs"].solve, (*ins[start : start + lengths.solve], *ins[sum(lengths) :])
 
 
 def scatter_add(xs: Sequence[Any], params: Mapping[str, Any]) -> Any:
