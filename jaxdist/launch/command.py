@@ -117,22 +117,12 @@ def exit_code(process: "subprocess.Popen[bytes]", *, stays_awake: bool) -> int |
     return found.si_status if found.si_code == os.CLD_EXITED else 128 + found.si_status
 
 
-class Children:
-    """The children of a process that it has not waited for."""
-
-    def __init__(self, pid: int):
-        self._pid = pid
-        self._living: psutil.Process | None = None  # one of them: finding them means looking at every process
-
-    def all_ended(self) -> bool:
-        """Check whether there are children and all have ended: only a parent that is stuck does not notice."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if self._living is not None and self._living.status() not in _GONE:
-                return False
-        with contextlib.suppress(psutil.NoSuchProcess):
-            children = psutil.Process(self._pid).children()
-            self._living = next((child for child in children if child.status() not in _GONE), None)
-            return bool(children) and self._living is None
+def all_children_ended(pid: int) -> bool:
+    """Check whether a process has children and all have ended: only one that is stuck does not notice."""
+    try:
+        children = psutil.Process(pid).children()
+        return bool(children) and all(child.status() in _GONE for child in children)
+    except psutil.NoSuchProcess:
         return False
 
 

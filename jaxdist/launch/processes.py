@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 from jaxdist.launch.command import (
     ASK_TO_END,
-    Children,
     Command,
+    all_children_ended,
     ask_to_end,
     end_sessions,
     exit_code,
     signal_group,
     start,
 )  # fmt: skip
-from jaxdist.launch.output import NOT_WRITTEN, LineFilter, Pump, say
+from jaxdist.launch.output import NOT_WRITTEN, Pump, say
 
 # After one rank failed its peers have this long to end by SIGTERM before SIGKILL; they may be
 # stuck in a collective. After the user's own signal they have longer, to write a checkpoint.
@@ -31,22 +31,17 @@ _HEARD_S = 1.0
 # a rank started and left behind may hold a pipe open, too.
 _UNREAD_S = 3.0
 _LOOK_S = 0.02
-_ALONE_LOOKS = 3  # a second apart
+_ALONE_S = 2.0  # between two looks; each looks at all processes of the machine
 
-# What a rank says before it ends because of another one (`jaxdist.control`).
+# What a rank says before it ends because of another one (`jaxdist.control`), or as they do not make the same calls:
+# each says that, and none is the first.
 _CAUSE = re.compile(
     rb"\[jaxdist rank \d+\] ((rank \d+) \([^)]*, pid \d+\)"
-    rb"(?:: | failed: | ended its script | was interrupted| died without | can't be reached ).*)"
-)
-# Ranks that do not make the same calls: each says it, and none is the first.
-_DISAGREE = re.compile(
-    rb"\[jaxdist rank \d+\] (.*(?:the ranks make different calls|has finished after|not every rank has come).*)"
+    rb"(?:: | failed: | ended its script | was interrupted| died without | can't be reached ).*"
+    rb"|.*(?:the ranks make different calls|has finished after|not every rank has come).*)"
 )
 # Open MPI, when it has lost a host. It would wait forever for the other half to confirm.
 _LOST = re.compile(rb"PRTE has lost communication.*|(?:prterun|mpirun) (?:has )?detected that one.*")
-# Open MPI explains at length, between two rules, that ranks ended, even if the user asked them to.
-_NOTICE = re.compile(rb"(?:prterun|mpirun) has exited due to process rank")
-_RULE = b"-" * 70
 # No other command's failure leads to these.
 _CRASHES = {128 + s for s in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)}
 
@@ -107,9 +102,7 @@ class Job:
     def _supervised(self) -> Ended:
         ended: Ended | None = None
         kill_at = decide_at = math.inf
-        look_at, alone = time.monotonic() + _HEARD_S, 0
-        running = self._running.items()
-        of_mpirun = [Children(p.pid) for name, p in running if self._commands[name].end_signal is ASK_TO_END]
+        look_at, alone = time.monotonic() + _ALONE_S, False
         while self._running or (self._failed and ended is None):
             time.sleep(_LOOK_S)
             while self._heard:
@@ -129,9 +122,10 @@ class Job:
                     self._end_others(ended)
                     kill_at = min(kill_at, time.monotonic() + FAILURE_GRACE_S)
             if time.monotonic() > look_at:  # a stranger that connects to one of its ports can stop mpirun
-                look_at = time.monotonic() + _HEARD_S
-                alone = alone + 1 if any(children.all_ended() for children in of_mpirun) else 0
-                if alone == _ALONE_LOOKS:
+                look_at, before = time.monotonic() + _ALONE_S, alone
+                mpirun = self._running.get("mpirun")
+                alone = mpirun is not None and all_children_ended(mpirun.pid)
+                if alone and before:
                     say("all ranks have ended, and mpirun has not noticed (a stranger on one of its ports?): ending it")
                     kill_at = 0.0
             if time.monotonic() > kill_at:
@@ -175,13 +169,13 @@ class Job:
 
     def _drain(self, pumps: Sequence[Pump], *, patient: bool) -> None:
         """Let the last lines out, unless a signal says to stop."""
-        written, give_up_at = -1, 0.0
-        while any(pump.is_alive() for pump in pumps) and not self._heard:
-            so_far = sum(pump.written for pump in pumps)
-            if so_far != written or (patient and any(pump.writing for pump in pumps)):
-                written, give_up_at = so_far, time.monotonic() + _UNREAD_S
-            if time.monotonic() > give_up_at:
-                return
+        begin = time.monotonic()
+
+        def waits(pump: Pump) -> bool:
+            since = max(begin, pump.since)
+            return pump.is_alive() and ((patient and pump.writing) or time.monotonic() < since + _UNREAD_S)
+
+        while any(map(waits, pumps)) and not self._heard:
             time.sleep(_LOOK_S)
 
     def _passed_on(self, command: Command, process: "subprocess.Popen[bytes]") -> list[Pump]:
@@ -189,24 +183,11 @@ class Job:
         assert process.stdout is not None
         assert process.stderr is not None
 
-        def noting() -> LineFilter:
-            muted = False
+        def noted(line: bytes) -> bytes:
+            if match := _CAUSE.search(line):
+                self._causes.append((match[1].decode(errors="replace"), (match[2] or b"").decode()))
+            elif match := _LOST.search(line):
+                self._lost = match[0].decode(errors="replace")
+            return command.line_filter(line)
 
-            def noted(line: bytes) -> bytes:
-                nonlocal muted
-                if self._asked and _NOTICE.match(line):
-                    muted = True
-                if muted:
-                    muted = not line.startswith(_RULE)
-                    return b""
-                if match := _CAUSE.search(line):
-                    self._causes.append((match[1].decode(errors="replace"), match[2].decode()))
-                elif match := _DISAGREE.search(line):
-                    self._causes.append((match[1].decode(errors="replace"), ""))
-                elif match := _LOST.search(line):
-                    self._lost = match[0].decode(errors="replace")
-                return command.line_filter(line)
-
-            return noted
-
-        return [Pump(process.stdout, sys.stdout, noting()), Pump(process.stderr, sys.stderr, noting())]
+        return [Pump(process.stdout, sys.stdout, noted), Pump(process.stderr, sys.stderr, noted)]
