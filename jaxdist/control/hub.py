@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from jaxdist.control import rendezvous
-from jaxdist.control.rendezvous import Member
 from jaxdist.control.wire import Link
 
 PRINT_SECONDS = 0.3  # for the others to print the reason before the launcher kills them
@@ -35,7 +34,6 @@ class Root(Protocol):
     """What the hub asks of rank 0's own end of the channel (`jaxdist.control.channel.Control`)."""
 
     size: int
-    members: list[Member]
 
     def deliver(self, message: tuple[Any, ...]) -> None: ...
     def who(self, rank: int) -> str: ...
