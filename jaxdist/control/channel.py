@@ -54,6 +54,7 @@ class Control:
         self.position: Callable[[], int] = lambda: 0
         self.whereabouts: Callable[[list[int]], str | None] = lambda late: ""
         self.used = False  # by `send` or `recv`
+        self.exit_said: tuple[Any, tuple[int, int]] = None, (0, 0)  # the last code for `sys.exit`, and `calls` then
         self._mail: dict[tuple[str, int], queue.SimpleQueue[Any]] = {}
         self.members = [Member(socket.gethostname(), os.getpid(), "127.0.0.1")]
         self._listeners: dict[str, Callable[[int, Any], None]] = {
@@ -171,25 +172,18 @@ class Control:
         """The root's small picklable object on every rank."""
         return self.exchange("broadcast", obj if self.rank == root else None)[root]
 
-    def broadcast_buffers(
-        self, buffers: Sequence[memoryview], root: int, timeout: float | None = None
-    ) -> Sequence[memoryview | bytearray]:
-        """The root's buffers on every rank, through rank 0, a part of them at a time."""
-        flat = [buffer.cast("B") for buffer in buffers]
-        said = self.exchange("broadcast", (root, [buffer.nbytes for buffer in flat]), timeout)
+    def broadcast_bytes(self, data: bytes | memoryview, root: int, timeout: float | None = None) -> bytearray:
+        """The root's bytes on every rank, through rank 0, a part of them at a time; b"" is given on the others."""
+        said = self.exchange("broadcast", (root, len(data)), timeout)
         if {r for r, _ in said} != {root}:
             raise ControlError(
                 f"rank {self.rank}: broadcast with different roots: "
                 + ", ".join(f"rank {i} says root={r}" for i, (r, _) in enumerate(said))
             )
-        moved = flat if self.rank == root else [bytearray(n) for n in said[root][1]]
-        for buffer in moved:
-            for start in range(0, len(buffer), _CHUNK):
-                part = slice(start, start + _CHUNK)
-                mine = bytes(buffer[part]) if self.rank == root else b""
-                sent = self.exchange("part of a broadcast", mine, timeout)[root]
-                if self.rank != root:
-                    buffer[part] = sent
+        moved = bytearray()
+        for start in range(0, said[root][1], _CHUNK):
+            part = bytes(data[start : start + _CHUNK])
+            moved += self.exchange("part of a broadcast", part, timeout)[root]
         return moved
 
     def alarm(self, message: str, *, code: int = 1, stacks: bool = False) -> None:
@@ -224,6 +218,11 @@ class Control:
     def tags(self) -> set[str]:
         """The exchanges in which other ranks wait."""
         return {tag for _, tag, _ in list(self.waiting.values())}
+
+    @property
+    def calls(self) -> tuple[int, int]:
+        """How many exchanges this rank has made, and how many calls in its ledger."""
+        return self._number, self.position()
 
     @property
     def ending(self) -> bool:

@@ -92,9 +92,9 @@ def _end_interrupted(control: Control, line: str) -> NoReturn:
 
 def end_if_failed(control: Control) -> None:
     """At exit: if the script ends by `sys.exit` with a failing code, end the others, which wait for this one."""
-    code = control.process.script_code
+    code, calls = control.exit_said
     number = 0 if code is None else code if isinstance(code, int) else 1  # as Python has it
-    if number == 0 or control.ending:
+    if number == 0 or control.ending or calls != control.calls:  # the script caught it, and went on
         return
     ending = number & 0xFF or 1
     control.alarm(f"{control.who(control.rank)} ended its script with exit code {message_of(code, repr)}", code=ending)
@@ -111,32 +111,16 @@ def fail_at_exit(control: Control, message: str) -> None:
 
 
 def _watch_exit(control: Control) -> None:
-    """Note the code of the `sys.exit` that ends the script, before the functions of atexit run."""
-    # Python calls neither excepthook nor atexit with it. But the interpreter reads the exception's `code`, with no
-    # frame of Python on the stack. (Python 3.8 to 3.13.)
+    """Note the code that the script gives to `sys.exit`: Python calls neither excepthook nor atexit with it."""
+    python = sys.exit
 
-    member: Any = SystemExit.__dict__["code"]
-
-    def read(error: SystemExit) -> Any:
-        if sys._getframe().f_back is None:
-            control.process.script_code = member.__get__(error)
-        return member.__get__(error)
-
-    class Exit(SystemExit):
-        code: Any = property(read, member.__set__)
-
-        def __reduce__(self) -> Any:
-            return SystemExit, self.args
-
-    Exit.__name__ = Exit.__qualname__ = SystemExit.__name__
-    Exit.__module__ = SystemExit.__module__
-
-    def leave(status: Any = None, /) -> None:
+    def leave(status: Any = None, /) -> NoReturn:
         # In other threads, Python handles only SystemExit itself.
-        raise (Exit if threading.current_thread() is threading.main_thread() else SystemExit)(status)
+        if threading.current_thread() is threading.main_thread():
+            control.exit_said = status, control.calls
+        python(status)
 
-    # Python's own leaves making the exception to the interpreter, which then reads nothing.
-    sys.exit = leave  # type: ignore[assignment]
+    sys.exit = leave
 
 
 def _print_marked(rank: int, text: str) -> bool:

@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jaxdist import streams
 from jaxdist.control.hub import PRINT_SECONDS
@@ -21,7 +21,6 @@ class Process:
     def __init__(self, rank: int):
         self.alarmed = False
         self.code = 1
-        self.script_code: Any = None  # that the script gave to `sys.exit`
         self.over = threading.Event()
         self.wait_gone: Callable[[float], bool] | None = None
         self._rank = rank
