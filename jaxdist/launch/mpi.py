@@ -123,11 +123,8 @@ def find_mpirun() -> Mpirun | None:
         return None
     text = done.stdout + done.stderr
     family = family_of(text)
-    version = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    number = re.search(r"Version:\s*(\S+)", text) if family == "mpich" else None
-    if number is not None:  # hydra's first line is a title
-        version = f"MPICH (hydra) {number.group(1)}"
-    return Mpirun(Path(path), family, version)
+    number = re.search(r"Version:\s*(\S+)", text)  # hydra's first line is a title
+    return Mpirun(Path(path), family, f"MPICH (hydra) {number[1]}" if number else text.strip().partition("\n")[0])
 
 
 _TAG = re.compile(rb"^\[(?:[^\]\s]*,)?(\d+)\]<(?:stdout|stderr|stddiag)>: ?")

@@ -42,8 +42,6 @@ _CAUSE = re.compile(
 )
 # Open MPI, when it has lost a host. It would wait forever for the other half to confirm.
 _LOST = re.compile(rb"PRTE has lost communication.*|(?:prterun|mpirun) (?:has )?detected that one.*")
-# No other command's failure leads to these.
-_CRASHES = {128 + s for s in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)}
 
 
 class Ended(NamedTuple):
@@ -163,9 +161,8 @@ class Job:
     def _end_others(self, ended: Ended) -> None:
         for process in self._running.values():
             signal_group(process, signal.SIGTERM)
-        if len(self._commands) > 1 or (ended.code in _CRASHES and not self._causes):  # mpirun itself is killed
-            rest = f"; ending the other {len(self._running)}" if self._running else ""
-            say(f"{ended.failed} failed with exit code {ended.code}{rest}")
+        rest = f"; ending the other {len(self._running)}" if self._running else ""
+        say(f"{ended.failed} failed with exit code {ended.code}{rest}")
 
     def _drain(self, pumps: Sequence[Pump], *, patient: bool) -> None:
         """Let the last lines out, unless a signal says to stop."""
