@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jaxdist.connectors import site
 from jaxdist.control import scratch
-from jaxdist.launch.command import ASK_TO_END, Command, under_mpirun
+from jaxdist.launch.command import Command, under_mpirun
 from jaxdist.launch.hosts import Host, check_hosts, forwarded_environment
 from jaxdist.launch.mpi import Mpirun, find_mpirun, short_tag
 from jaxdist.launch.processes import Ended, Job
@@ -104,7 +104,7 @@ def _under_mpirun(
         name="mpirun",
         argv=mpirun.command(size, [*under_mpirun(), *command], tag=prefix, spread=spread, hosts=hosts, export=export),
         environment={**mpirun.environment(hosts), **files, **environment},
-        end_signal=ASK_TO_END,
+        is_mpirun=True,
         line_filter=short_tag if prefix else bytes,
         # Of its daemons on other hosts it has to take leave. Here its ranks end with it; and Linux would send a SIGTERM
         # for each of its threads, at the second of which Open MPI leaves its ranks alone.

@@ -82,7 +82,8 @@ def spawn(
         ended = launch(command, n, None, environment, prefix=prefix)
         if ended.code in (0, NOT_WRITTEN) and not ended.failed:
             files = [folder / f"result of rank {rank}" for rank in range(n)]
-            return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]  # None: `sys.exit()`
+            none: Any = None  # of a function that calls `sys.exit()`
+            return [pickle.loads(file.read_bytes()) if file.exists() else none for file in files]
         if not ended.failed:  # a signal that came to this process, and went on to the ranks
             signal.raise_signal(ended.code - 128)
         raise _error(folder, ended.failed or "a rank", ended.code, n)
