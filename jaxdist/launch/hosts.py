@@ -61,11 +61,9 @@ def parse_hosts(entries: Iterable[str]) -> list[Host]:
     return list(hosts.values())
 
 
-def forwarded_environment() -> dict[str, str]:
-    """The part of this process's environment that other hosts get."""
-    return {
-        name: value for name, value in os.environ.items() if name in _FORWARDED or name.startswith(_FORWARDED_FAMILIES)
-    }
+def forwarded_variables() -> list[str]:
+    """The variables of this process that other hosts get."""
+    return [name for name in os.environ if name in _FORWARDED or name.startswith(_FORWARDED_FAMILIES)]
 
 
 def check_hosts(hosts: Sequence[Host]) -> None:
