@@ -33,7 +33,7 @@ def install(control: Control) -> None:
     previous, previous_thread = sys.excepthook, threading.excepthook
 
     def end_with(error: BaseException, where: str, show: Callable[[], object] | None) -> None:
-        control.process.hold()
+        control.hold()
         try:
             if _print_marked(control.rank, where + "".join(traceback.format_exception(error))) and show is not None:
                 show()
@@ -42,7 +42,7 @@ def install(control: Control) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         show = None if previous is sys.__excepthook__ else lambda: previous(kind, error, trace)
-        if not control.process.is_owner():  # a forked data worker: its parent will hear of it
+        if not control.is_owner():  # a forked data worker: its parent will hear of it
             previous(kind, error, trace)
         elif isinstance(error, KeyboardInterrupt):
             _end_interrupted(control, users_line(trace))
@@ -51,7 +51,7 @@ def install(control: Control) -> None:
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
         show = None if previous_thread is threading.__excepthook__ else lambda: previous_thread(args)
-        if not control.process.is_owner() or args.exc_value is None or issubclass(args.exc_type, SystemExit):
+        if not control.is_owner() or args.exc_value is None or issubclass(args.exc_type, SystemExit):
             previous_thread(args)
         else:
             end_with(args.exc_value, f"in thread {args.thread.name if args.thread else ''}: ", show)
@@ -63,14 +63,14 @@ def install(control: Control) -> None:
 
 def end(control: Control, error: BaseException) -> NoReturn:
     """End the job for an error whose traceback is shown elsewhere."""
-    control.process.hold()
+    control.hold()
     _end(control, error)
 
 
 def _end(control: Control, error: BaseException) -> NoReturn:
     aftermath = all(issubclass(type(one), _AFTERMATH) or "/gloo/" in message_of(one) for one in leaves(error))
-    if aftermath and control.process.told_to_end(_CAUSE_SECONDS):
-        control.process.depart(control.process.code)
+    if aftermath and control.told_to_end(_CAUSE_SECONDS):
+        control.depart(control.code)
     line = users_line(error.__traceback__)
     # The first line of a message says most.
     text = f"{control.who(control.rank)} failed: {in_words(error).splitlines()[0]}{line and f' ({line})'}"
@@ -78,16 +78,16 @@ def _end(control: Control, error: BaseException) -> NoReturn:
     code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     control.alarm(text, code=code, stacks=isinstance(error, ControlError))
     control.say(text)  # the others do not, if they fail at the same moment
-    control.process.depart(code, first=True)
+    control.depart(code, first=True)
 
 
 def _end_interrupted(control: Control, line: str) -> NoReturn:
     """End the job, with one line."""
-    control.process.hold(quiet=True)
+    control.hold(quiet=True)
     if "JAXDIST_RESTARTS" not in os.environ:  # `jaxdist run` has said it
         _print_marked(control.rank, f"interrupted at {line}")
     control.alarm(f"{control.who(control.rank)} was interrupted", code=_INTERRUPTED)
-    control.process.depart(_INTERRUPTED, first=True)
+    control.depart(_INTERRUPTED, first=True)
 
 
 def end_if_failed(control: Control) -> None:
@@ -98,7 +98,7 @@ def end_if_failed(control: Control) -> None:
         return
     ending = number & 0xFF or 1
     control.alarm(f"{control.who(control.rank)} ended its script with exit code {message_of(code, repr)}", code=ending)
-    control.process.depart(ending, first=True)
+    control.depart(ending, first=True)
 
 
 def fail_at_exit(control: Control, message: str) -> None:
@@ -106,7 +106,7 @@ def fail_at_exit(control: Control, message: str) -> None:
     _print_marked(control.rank, message)
     if control.size > 1:
         control.alarm(f"{control.who(control.rank)}: {message}")
-        control.process.depart(1, first=True)
+        control.depart(1, first=True)
     os._exit(1)
 
 

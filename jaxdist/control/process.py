@@ -23,7 +23,7 @@ class Process:
         self.code = 1
         self.over = threading.Event()
         self.wait_gone: Callable[[float], bool] | None = None
-        self._rank = rank
+        self.rank = rank
         self._pid = os.getpid()
         self._held = self._quiet = False  # the main thread is about to end this process itself
         self._reason = threading.Event()  # the others told this rank to end
@@ -39,7 +39,7 @@ class Process:
         # keeps a short write in one piece, and ranks may share the pipe.
         def write() -> None:
             for line in message.splitlines():
-                streams.write(f"[jaxdist rank {self._rank}] {line}\n")
+                streams.write(f"[jaxdist rank {self.rank}] {line}\n")
 
         within(SAY_SECONDS, write)
 

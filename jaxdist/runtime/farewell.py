@@ -19,7 +19,7 @@ def install(control: Control, watchdog: Watchdog, timeout: float) -> None:
         return
 
     def end() -> None:
-        if not control.process.is_owner():  # a forked data worker
+        if not control.is_owner():  # a forked data worker
             return
         failfast.end_if_failed(control)
         if control.rank == 0 and not (control.ending or control.position() or control.used):
@@ -27,12 +27,12 @@ def install(control: Control, watchdog: Watchdog, timeout: float) -> None:
                 f"the {control.size} ranks have called no decorated step and no collective of jaxdist. If there were "
                 "steps left to do, each rank has worked by itself: decorate the step with jaxdist.data_parallel"
             )
-        control.process.hold()  # the main thread ends this process
+        control.hold()  # the main thread ends this process
         control.close()
         _wait_for_all(control, watchdog, timeout)
         if control.ending:
             time.sleep(_OTHERS_SECONDS)  # they may be in a collective with this one, and say more than that it broke
-            control.process.depart(control.process.code)
+            control.depart(control.code)
 
     atexit.register(end)
 
