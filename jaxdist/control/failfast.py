@@ -4,7 +4,6 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -30,31 +29,27 @@ def install(control: Control) -> None:
     # `sys.exit` with a failing code on one rank ends the job too. A job of one process is left alone.
     if control.size == 1:
         return
-    previous, previous_thread = sys.excepthook, threading.excepthook
-
-    def end_with(error: BaseException, where: str, show: Callable[[], object] | None) -> None:
-        control.hold()
-        try:
-            if _print_marked(control.rank, where + "".join(traceback.format_exception(error))) and show is not None:
-                show()
-        finally:  # the hook that was there may fail of the error, too
-            _end(control, error)
+    previous, of_threads = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        show = None if previous is sys.__excepthook__ else lambda: previous(kind, error, trace)
         if not control.is_owner():  # a forked data worker: its parent will hear of it
             previous(kind, error, trace)
         elif isinstance(error, KeyboardInterrupt):
             _end_interrupted(control, users_line(trace))
         else:
-            end_with(error, "", show)
+            control.hold()
+            try:
+                out = _print_marked(control.rank, "".join(traceback.format_exception(error)))
+                if out and previous is not sys.__excepthook__:
+                    previous(kind, error, trace)
+            finally:  # the hook that was there may fail of the error, too
+                end(control, error)
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
-        show = None if previous_thread is threading.__excepthook__ else lambda: previous_thread(args)
-        if not control.is_owner() or args.exc_value is None or issubclass(args.exc_type, SystemExit):
-            previous_thread(args)
+        if args.exc_value is None or issubclass(args.exc_type, SystemExit):
+            of_threads(args)
         else:
-            end_with(args.exc_value, f"in thread {args.thread.name if args.thread else ''}: ", show)
+            hook(args.exc_type, args.exc_value, args.exc_traceback)
 
     sys.excepthook = hook
     threading.excepthook = thread_hook
@@ -64,10 +59,6 @@ def install(control: Control) -> None:
 def end(control: Control, error: BaseException) -> NoReturn:
     """End the job for an error whose traceback is shown elsewhere."""
     control.hold()
-    _end(control, error)
-
-
-def _end(control: Control, error: BaseException) -> NoReturn:
     aftermath = all(issubclass(type(one), _AFTERMATH) or "/gloo/" in message_of(one) for one in leaves(error))
     if aftermath and control.told_to_end(_CAUSE_SECONDS):
         control.depart(control.code)
