@@ -205,10 +205,6 @@ class Control(Process):
         if self.size > 1:
             self._send(("bye", self.position()), last=True)
 
-    def all_left(self, seconds: float) -> bool:
-        """Whether, within this time, every rank has said goodbye, or the job is known to have failed."""
-        return self.size == 1 or self.over.wait(seconds)
-
     @property
     def others(self) -> list[int]:
         """All ranks but this one."""

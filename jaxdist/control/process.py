@@ -21,7 +21,7 @@ class Process:
     def __init__(self, rank: int):
         self.alarmed = False
         self.code = 1
-        self.over = threading.Event()
+        self.over = threading.Event()  # every rank has said goodbye, or the job is known to have failed
         self.wait_gone: Callable[[float], bool] | None = None
         self.rank = rank
         self._pid = os.getpid()
