@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from jaxdist.connectors import site
-from jaxdist.launch.hosts import Host, parse_hosts, that_answer, total_ranks
+from jaxdist.launch.hosts import parse_hosts, those_there
 from jaxdist.launch.job import LauncherName, choose, launch, program_command
 from jaxdist.launch.output import say
 
@@ -50,7 +50,7 @@ def run(
         bool,
         typer.Option(
             "--elastic",
-            help="On a restart, skip hosts that do not respond; if all do, use one rank fewer.",
+            help="On a restart, skip hosts that do not respond; use one rank fewer if as many ranks remain.",
         ),
     ] = False,
 ) -> None:
@@ -63,8 +63,10 @@ def run(
             raise ValueError("--hosts and --hostfile are mutually exclusive")
         named = hostfile.read_text().splitlines() if hostfile else hosts.split(",") if hosts is not None else None
         placed = parse_hosts(named) if named is not None else []
-        size = total_ranks(placed, ranks) if placed else ranks or 1
-        everywhere = placed, size
+        everywhere, slots = placed, sum(host.slots for host in placed)
+        size = whole = ranks or slots or 1
+        if placed and size > slots:
+            raise ValueError(f"-n {size}, but the hosts have {slots} slots: leave out -n, or give the hosts more slots")
         script = ["-m", *script] if is_module else script
         command = program_command(script)
         mpirun = choose(launcher, needs_mpi=os.environ.get("JAXDIST_COMMUNICATOR") == "mpi")
@@ -93,22 +95,11 @@ def run(
                 raise typer.Exit(ended.code)
             time.sleep(2.0 ** (soon - 2) if soon > 1 else 0)  # a full disk or an unreachable host may recover
             if elastic:
-                placed, size = _again(*everywhere, placed, size, lanes)
+                placed = those_there(everywhere)
+                most = min(whole, sum(host.slots for host in placed) or whole)
+                size = most - (most == size > 1)
+                while lanes and lanes % size:
+                    size -= 1
             say(f"restart {restart + 1} of {max_restarts}, with {size} rank{'s' * (size > 1)}")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-
-
-def _again(
-    everywhere: list[Host], whole: int, placed: list[Host], size: int, lanes: int | None
-) -> tuple[list[Host], int]:
-    """Return hosts that respond, with their ranks; if nothing changed, use one rank fewer."""
-    found = that_answer(everywhere) or placed
-    ranks = min(whole, sum(host.slots for host in found)) if found else whole
-    same = (found, ranks) == (placed, size)
-    while ranks > 1 and (same or (lanes and lanes % ranks)):
-        if found:
-            *others, last = found
-            found = [*others, Host(last.name, last.slots - 1)] if last.slots > 1 else others
-        ranks, same = ranks - 1, False
-    return found, ranks

@@ -26,7 +26,7 @@ _REFUSED_SECONDS = 0.05  # for those who came to hear why there will be no job
 _HAND_OVER_SECONDS = 1.0  # for the last words of a process to be on their way
 
 
-class Control:
+class Control(Process):
     """A star of TCP connections with rank 0 as hub.
 
     One daemon thread per process runs an event loop, and alone touches the connections. What it hears (a failure, a
@@ -43,10 +43,10 @@ class Control:
         key: bytes | None = None,
         timeout: float = 300.0,
     ):
-        self.rank, self.size = rank, size
+        super().__init__(rank)
+        self.size = size
         # For a thread of another rank to answer: Python's lock may be held, the host may be swapping.
         self.patience = min(_MOST_PATIENCE, max(_LEAST_PATIENCE, timeout))
-        self.process = Process(rank)
         self.left: dict[int, int] = {}  # who has said goodbye, and its position
         # By rank that waits in an exchange before this one: the exchange's number and tag, and the rank's position.
         self.waiting: dict[int, tuple[int, str, Entry]] = {}
@@ -54,6 +54,7 @@ class Control:
         self.position: Callable[[], int] = lambda: 0
         self.whereabouts: Callable[[list[int]], str | None] = lambda late: ""
         self.used = False  # by `send` or `recv`
+        self.exit_said: tuple[Any, tuple[int, int]] = None, (0, 0)  # the last code for `sys.exit`, and `calls` then
         self._mail: dict[tuple[str, int], queue.SimpleQueue[Any]] = {}
         self.members = [Member(socket.gethostname(), os.getpid(), "127.0.0.1")]
         self._listeners: dict[str, Callable[[int, Any], None]] = {
@@ -90,8 +91,8 @@ class Control:
             self._loop.close()
             raise
         if self.rank == 0:
-            self._hub = Hub(self, self._links)
-            self.process.wait_gone = self._hub.all_gone.wait
+            self._hub = Hub(self.size, self._links, self.who, self.deliver, self.over)
+            self.wait_gone = self._hub.all_gone.wait
         # A forked data worker that kept the sockets open would hide the death of its parent.
         os.register_at_fork(after_in_child=self._forget)
         self._loop.call_soon_threadsafe(self._hear_all)
@@ -103,7 +104,7 @@ class Control:
         if self.size == 1:
             return [value]
         self._check_owner()
-        self.process.stay_if_ending()
+        self.stay_if_ending()
         with self._exchange_lock:
             if self._closed:
                 raise ControlError(f"rank {self.rank}: exchange {tag!r} after this rank said goodbye")
@@ -113,7 +114,7 @@ class Control:
             self._send(("enter", self._number, tag, value, Entry(self.position(), what or repr(tag))))
             kind, _, payload = self._answer(tag, timeout)
         if kind == "error":
-            self.process.stay_if_ending()
+            self.stay_if_ending()
             raise ControlError(f"rank {self.rank}: {payload}")
         return payload
 
@@ -147,7 +148,7 @@ class Control:
 
     def post(self, tag: str, value: Any, to: int | None = None) -> None:
         """Tell one other rank, or all, something small; does not wait for them."""
-        if self.size > 1 and self.process.is_owner():
+        if self.size > 1 and self.is_owner():
             self._send(("post", tag, value, to))
 
     def put(self, name: str, value: Any, to: int | None = None) -> None:
@@ -171,49 +172,38 @@ class Control:
         """The root's small picklable object on every rank."""
         return self.exchange("broadcast", obj if self.rank == root else None)[root]
 
-    def broadcast_buffers(
-        self, buffers: Sequence[memoryview], root: int, timeout: float | None = None
-    ) -> Sequence[memoryview | bytearray]:
-        """The root's buffers on every rank, through rank 0, a part of them at a time."""
-        flat = [buffer.cast("B") for buffer in buffers]
-        said = self.exchange("broadcast", (root, [buffer.nbytes for buffer in flat]), timeout)
+    def broadcast_bytes(self, data: bytes | memoryview, root: int, timeout: float | None = None) -> bytearray:
+        """The root's bytes on every rank, through rank 0, a part of them at a time; b"" is given on the others."""
+        said = self.exchange("broadcast", (root, len(data)), timeout)
         if {r for r, _ in said} != {root}:
             raise ControlError(
                 f"rank {self.rank}: broadcast with different roots: "
                 + ", ".join(f"rank {i} says root={r}" for i, (r, _) in enumerate(said))
             )
-        moved = flat if self.rank == root else [bytearray(n) for n in said[root][1]]
-        for buffer in moved:
-            for start in range(0, len(buffer), _CHUNK):
-                part = slice(start, start + _CHUNK)
-                mine = bytes(buffer[part]) if self.rank == root else b""
-                sent = self.exchange("part of a broadcast", mine, timeout)[root]
-                if self.rank != root:
-                    buffer[part] = sent
+        moved = bytearray()
+        for start in range(0, said[root][1], _CHUNK):
+            part = bytes(data[start : start + _CHUNK])
+            moved += self.exchange("part of a broadcast", part, timeout)[root]
         return moved
 
     def alarm(self, message: str, *, code: int = 1, stacks: bool = False) -> None:
         """Make every other rank print `message` and end at once; the caller goes on."""
-        self.process.alarmed = True
-        if self.size > 1 and self.process.is_owner():
+        self.alarmed = True
+        if self.size > 1 and self.is_owner():
             self._send(("alarm", message, code, stacks), last=True)
 
     def fail(self, message: str) -> None:
         """End the job, whatever its main threads do; every rank prints `message` and where its main thread is."""
-        self.process.end_because_of(message, 0.5, stacks=True)
+        self.end_because_of(message, 0.5, stacks=True)
         self.alarm(message, stacks=True)
 
     def close(self) -> None:
         """Say goodbye: the others see no death. The connections stay, for rank 0 serves those that still work."""
-        if self._closed or not self.process.is_owner():
+        if self._closed or not self.is_owner():
             return
         self._closed = True
         if self.size > 1:
             self._send(("bye", self.position()), last=True)
-
-    def all_left(self, seconds: float) -> bool:
-        """Whether, within this time, every rank has said goodbye, or the job is known to have failed."""
-        return self.size == 1 or self.process.over.wait(seconds)
 
     @property
     def others(self) -> list[int]:
@@ -226,13 +216,9 @@ class Control:
         return {tag for _, tag, _ in list(self.waiting.values())}
 
     @property
-    def ending(self) -> bool:
-        """Whether the job is known to have failed."""
-        return self.process.ending
-
-    def say(self, message: str) -> None:
-        """Print a message on stderr, each line marked with the rank."""
-        self.process.say(message)
+    def calls(self) -> tuple[int, int]:
+        """How many exchanges this rank has made, and how many calls in its ledger."""
+        return self._number, self.position()
 
     def who(self, rank: int) -> str:
         """A rank with the host and the process behind it, for messages."""
@@ -272,15 +258,15 @@ class Control:
         try:
             await hearing
         except Exception as error:  # a channel that is silent from now on must not keep the job waiting
-            self.process.end_because_of(f"the control channel failed: {error!r}", 0.0)
+            self.end_because_of(f"the control channel failed: {error!r}", 0.0)
 
     async def _hear(self, link: Link) -> None:
         try:
             while True:
                 self.deliver(await link.receive())
         except (EOFError, OSError) as error:
-            if not self.process.over.is_set():
-                self.process.end_because_of(lost(self.who(0), error), 0.0)
+            if not self.over.is_set():
+                self.end_because_of(lost(self.who(0), error), 0.0)
                 return
         self._lost = f"{self.who(0)} has already left"
         self._answers.put(("error", self._number, self._lost))
@@ -297,7 +283,7 @@ class Control:
             self.left[rank] = position
             self._tell("bye", rank, position)
         elif kind == "all left":
-            self.process.over.set()
+            self.over.set()
         elif kind == "post":
             self._tell(*message[1:])
         elif kind in ("result", "error"):
@@ -305,7 +291,7 @@ class Control:
                 del self.waiting[rank]
             self._answers.put(message)  # type: ignore[arg-type]
         elif kind == "end":
-            self.process.end_because_of(*message[1:])
+            self.end_because_of(*message[1:])
 
     def _tell(self, tag: str, rank: int, value: Any) -> None:
         if hook := self._listeners.get(tag):
@@ -314,7 +300,7 @@ class Control:
     # --- forks
 
     def _check_owner(self) -> None:
-        if not self.process.is_owner():
+        if not self.is_owner():
             raise ControlError(
                 f"a forked child of rank {self.rank} called into jaxdist: only the process that "
                 "called jaxdist.init may; in data workers compute on host data alone"

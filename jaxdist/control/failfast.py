@@ -4,7 +4,6 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -30,31 +29,27 @@ def install(control: Control) -> None:
     # `sys.exit` with a failing code on one rank ends the job too. A job of one process is left alone.
     if control.size == 1:
         return
-    previous, previous_thread = sys.excepthook, threading.excepthook
-
-    def end_with(error: BaseException, where: str, show: Callable[[], object] | None) -> None:
-        control.process.hold()
-        try:
-            if _print_marked(control.rank, where + "".join(traceback.format_exception(error))) and show is not None:
-                show()
-        finally:  # the hook that was there may fail of the error, too
-            _end(control, error)
+    previous, of_threads = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        show = None if previous is sys.__excepthook__ else lambda: previous(kind, error, trace)
-        if not control.process.is_owner():  # a forked data worker: its parent will hear of it
+        if not control.is_owner():  # a forked data worker: its parent will hear of it
             previous(kind, error, trace)
         elif isinstance(error, KeyboardInterrupt):
             _end_interrupted(control, users_line(trace))
         else:
-            end_with(error, "", show)
+            control.hold()
+            try:
+                out = _print_marked(control.rank, "".join(traceback.format_exception(error)))
+                if out and previous is not sys.__excepthook__:
+                    previous(kind, error, trace)
+            finally:  # the hook that was there may fail of the error, too
+                end(control, error)
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
-        show = None if previous_thread is threading.__excepthook__ else lambda: previous_thread(args)
-        if not control.process.is_owner() or args.exc_value is None or issubclass(args.exc_type, SystemExit):
-            previous_thread(args)
+        if args.exc_value is None or issubclass(args.exc_type, SystemExit):
+            of_threads(args)
         else:
-            end_with(args.exc_value, f"in thread {args.thread.name if args.thread else ''}: ", show)
+            hook(args.exc_type, args.exc_value, args.exc_traceback)
 
     sys.excepthook = hook
     threading.excepthook = thread_hook
@@ -63,14 +58,10 @@ def install(control: Control) -> None:
 
 def end(control: Control, error: BaseException) -> NoReturn:
     """End the job for an error whose traceback is shown elsewhere."""
-    control.process.hold()
-    _end(control, error)
-
-
-def _end(control: Control, error: BaseException) -> NoReturn:
+    control.hold()
     aftermath = all(issubclass(type(one), _AFTERMATH) or "/gloo/" in message_of(one) for one in leaves(error))
-    if aftermath and control.process.told_to_end(_CAUSE_SECONDS):
-        control.process.depart(control.process.code)
+    if aftermath and control.told_to_end(_CAUSE_SECONDS):
+        control.depart(control.code)
     line = users_line(error.__traceback__)
     # The first line of a message says most.
     text = f"{control.who(control.rank)} failed: {in_words(error).splitlines()[0]}{line and f' ({line})'}"
@@ -78,27 +69,27 @@ def _end(control: Control, error: BaseException) -> NoReturn:
     code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     control.alarm(text, code=code, stacks=isinstance(error, ControlError))
     control.say(text)  # the others do not, if they fail at the same moment
-    control.process.depart(code, first=True)
+    control.depart(code, first=True)
 
 
 def _end_interrupted(control: Control, line: str) -> NoReturn:
     """End the job, with one line."""
-    control.process.hold(quiet=True)
+    control.hold(quiet=True)
     if "JAXDIST_RESTARTS" not in os.environ:  # `jaxdist run` has said it
         _print_marked(control.rank, f"interrupted at {line}")
     control.alarm(f"{control.who(control.rank)} was interrupted", code=_INTERRUPTED)
-    control.process.depart(_INTERRUPTED, first=True)
+    control.depart(_INTERRUPTED, first=True)
 
 
 def end_if_failed(control: Control) -> None:
     """At exit: if the script ends by `sys.exit` with a failing code, end the others, which wait for this one."""
-    code = control.process.script_code
+    code, calls = control.exit_said
     number = 0 if code is None else code if isinstance(code, int) else 1  # as Python has it
-    if number == 0 or control.ending:
+    if number == 0 or control.ending or calls != control.calls:  # the script caught it, and went on
         return
     ending = number & 0xFF or 1
     control.alarm(f"{control.who(control.rank)} ended its script with exit code {message_of(code, repr)}", code=ending)
-    control.process.depart(ending, first=True)
+    control.depart(ending, first=True)
 
 
 def fail_at_exit(control: Control, message: str) -> None:
@@ -106,37 +97,21 @@ def fail_at_exit(control: Control, message: str) -> None:
     _print_marked(control.rank, message)
     if control.size > 1:
         control.alarm(f"{control.who(control.rank)}: {message}")
-        control.process.depart(1, first=True)
+        control.depart(1, first=True)
     os._exit(1)
 
 
 def _watch_exit(control: Control) -> None:
-    """Note the code of the `sys.exit` that ends the script, before the functions of atexit run."""
-    # Python calls neither excepthook nor atexit with it. But the interpreter reads the exception's `code`, with no
-    # frame of Python on the stack. (Python 3.8 to 3.13.)
+    """Note the code that the script gives to `sys.exit`: Python calls neither excepthook nor atexit with it."""
+    python = sys.exit
 
-    member: Any = SystemExit.__dict__["code"]
-
-    def read(error: SystemExit) -> Any:
-        if sys._getframe().f_back is None:
-            control.process.script_code = member.__get__(error)
-        return member.__get__(error)
-
-    class Exit(SystemExit):
-        code: Any = property(read, member.__set__)
-
-        def __reduce__(self) -> Any:
-            return SystemExit, self.args
-
-    Exit.__name__ = Exit.__qualname__ = SystemExit.__name__
-    Exit.__module__ = SystemExit.__module__
-
-    def leave(status: Any = None, /) -> None:
+    def leave(status: Any = None, /) -> NoReturn:
         # In other threads, Python handles only SystemExit itself.
-        raise (Exit if threading.current_thread() is threading.main_thread() else SystemExit)(status)
+        if threading.current_thread() is threading.main_thread():
+            control.exit_said = status, control.calls
+        python(status)
 
-    # Python's own leaves making the exception to the interpreter, which then reads nothing.
-    sys.exit = leave  # type: ignore[assignment]
+    sys.exit = leave
 
 
 def _print_marked(rank: int, text: str) -> bool:

@@ -5,11 +5,11 @@ All of it runs on the thread of the event loop; to send waits for nobody.
 
 import errno
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from jaxdist.control import rendezvous
-from jaxdist.control.rendezvous import Member
 from jaxdist.control.wire import Link
 
 PRINT_SECONDS = 0.3  # for the others to print the reason before the launcher kills them
@@ -31,22 +31,19 @@ class Exchange:
     failure: str = ""
 
 
-class Root(Protocol):
-    """What the hub asks of rank 0's own end of the channel (`jaxdist.control.channel.Control`)."""
-
-    size: int
-    members: list[Member]
-
-    def deliver(self, message: tuple[Any, ...]) -> None: ...
-    def who(self, rank: int) -> str: ...
-    def all_left(self, seconds: float) -> bool: ...
-
-
 class Hub:
     """The centre of the star."""
 
-    def __init__(self, root: Root, links: dict[int, Link]):
-        self.root, self.links = root, links
+    def __init__(
+        self,
+        size: int,
+        links: dict[int, Link],
+        who: Callable[[int], str],
+        deliver: Callable[[tuple[Any, ...]], None],
+        over: threading.Event,
+    ):
+        self.size, self.links, self.who = size, links, who
+        self.deliver, self.over = deliver, over  # to rank 0's own end of the channel; once all have left, or one failed
         self.exchanges: dict[int, Exchange] = {}  # to which somebody has yet to come
         self.left: set[int] = set()
         self.open = set(links)
@@ -61,12 +58,12 @@ class Hub:
             self.open.discard(rank)
             if not self.open:
                 self.all_gone.set()
-            if not self.root.all_left(0):  # it has to wait for that
-                self.end_all(lost(self.root.who(rank), error), spare=rank)
+            if not self.over.is_set():  # it has to wait for that
+                self.end_all(lost(self.who(rank), error), spare=rank)
 
     def send(self, rank: int, message: tuple[Any, ...]) -> None:
         if rank == 0:
-            self.root.deliver(message)
+            self.deliver(message)
         elif rank in self.open:
             self.links[rank].send(message)
 
@@ -95,7 +92,7 @@ class Hub:
             for number, one in list(self.exchanges.items()):
                 if not one.failure:
                     self.fail(number, self.why_gone(one))
-            if len(self.left) == self.root.size:
+            if len(self.left) == self.size:
                 for r in self.others(-1):
                     self.send(r, ("all left",))
         elif kind == "alarm":
@@ -114,11 +111,11 @@ class Hub:
                 self.fail(number, self.why_gone(one))
             elif len({t for t, *_ in one.entered.values()}) > 1:
                 self.fail(number, self.mismatch(one))
-            elif len(one.entered) == self.root.size:
-                values = [one.entered[r][1] for r in range(self.root.size)]
+            elif len(one.entered) == self.size:
+                values = [one.entered[r][1] for r in range(self.size)]
                 for r in self.others(-1):
                     self.send(r, ("result", number, values))
-        if len(one.entered.keys() | self.left) == self.root.size:
+        if len(one.entered.keys() | self.left) == self.size:
             self.exchanges.pop(number, None)
 
     def mismatch(self, one: Exchange) -> str:
@@ -128,7 +125,7 @@ class Hub:
         )
 
     def why_gone(self, one: Exchange) -> str:
-        left = ", ".join(self.root.who(r) for r in sorted(self.left))
+        left = ", ".join(self.who(r) for r in sorted(self.left))
         return (
             f"{left} has already left. {self.where(one)} Every rank must make the same jaxdist calls: "
             "did it run fewer steps, end early, or is this call under a condition such as `if rank == 0`?"
@@ -140,7 +137,7 @@ class Hub:
         for rank, (_, _, entry) in sorted(one.entered.items()):
             places.setdefault(entry.what, []).append(rank)
         parts = [f"{rendezvous.ranks_in_words(ranks)} at {what}" for what, ranks in places.items()]
-        missing = [self.root.who(r) for r in range(self.root.size) if r not in one.entered and r not in self.left]
+        missing = [self.who(r) for r in range(self.size) if r not in one.entered and r not in self.left]
         if missing:
             parts.append("not there: " + ", ".join(missing))
         return "; ".join(parts) + "."

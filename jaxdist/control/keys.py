@@ -53,11 +53,8 @@ def _kept(path: Path) -> bytes:
 def _write(path: Path) -> None:
     """A new secret, unless another process is faster: whole when it appears."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    descriptor, mine = tempfile.mkstemp(dir=path.parent)  # for this user alone
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(_BYTES))
+    with tempfile.NamedTemporaryFile(dir=path.parent) as file:  # for this user alone
+        file.write(secrets.token_bytes(_BYTES))
+        file.flush()
         with contextlib.suppress(FileExistsError):
-            os.link(mine, path)
-    finally:
-        Path(mine).unlink()
+            os.link(file.name, path)

@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jaxdist import streams
 from jaxdist.control.hub import PRINT_SECONDS
@@ -21,10 +21,9 @@ class Process:
     def __init__(self, rank: int):
         self.alarmed = False
         self.code = 1
-        self.script_code: Any = None  # that the script gave to `sys.exit`
-        self.over = threading.Event()
+        self.over = threading.Event()  # every rank has said goodbye, or the job is known to have failed
         self.wait_gone: Callable[[float], bool] | None = None
-        self._rank = rank
+        self.rank = rank
         self._pid = os.getpid()
         self._held = self._quiet = False  # the main thread is about to end this process itself
         self._reason = threading.Event()  # the others told this rank to end
@@ -40,7 +39,7 @@ class Process:
         # keeps a short write in one piece, and ranks may share the pipe.
         def write() -> None:
             for line in message.splitlines():
-                streams.write(f"[jaxdist rank {self._rank}] {line}\n")
+                streams.write(f"[jaxdist rank {self.rank}] {line}\n")
 
         within(SAY_SECONDS, write)
 

@@ -1,5 +1,8 @@
 """Never a silent hang: a rank that waits too long in a call of a step finds out who has not come, and where it is."""
 
+import contextlib
+import itertools
+import queue
 import threading
 import time
 from collections.abc import Collection
@@ -69,12 +72,8 @@ class Watchdog:
     def __init__(self, control: Control, timeout: float):
         self._control, self._timeout = control, timeout
         self._newest: ActiveCall | None = None
-        self._number = 0  # of the question
-        self._reports: dict[int, _Report] = {}  # answers to it
-        self._news = threading.Condition()
-        self._asking = threading.Lock()
-        control.listen(_ASK, lambda rank, number: control.post(_TELL, (number, self._report()), to=rank))
-        control.listen(_TELL, self._note)
+        self._questions = itertools.count()
+        control.listen(_ASK, lambda rank, number: control.put(f"{_TELL} {number}", self._report(), to=rank))
         control.whereabouts = self.whereabouts
         if control.size > 1:
             threading.Thread(target=self._watch, name="jaxdist-watchdog", daemon=True).start()
@@ -91,7 +90,7 @@ class Watchdog:
 
     def whereabouts(self, ranks: Collection[int], position: int = 0) -> str | None:
         """Where ranks are that do not come, to a call of the ledger if one is given; asks them."""
-        reports = self._ask(ranks)
+        reports = self._ask({0, *ranks} - {self._control.rank})
         if self._control.rank > 0 and 0 not in reports and not reports.keys() >= set(ranks):
             ranks = [0]  # the others' answers would come through it
         absent = []
@@ -144,21 +143,13 @@ class Watchdog:
 
     def _ask(self, ranks: Collection[int]) -> dict[int, _Report]:
         """The reports of `ranks`; of those that answer in time."""
-        with self._asking:
-            with self._news:
-                self._number += 1
-                self._reports = {}
-            self._control.post(_ASK, self._number)
-            with self._news:
-                self._news.wait_for(lambda: self._reports.keys() >= set(ranks), self._control.patience)
-                return dict(self._reports)
-
-    def _note(self, rank: int, answer: tuple[int, _Report]) -> None:
-        number, report = answer
-        with self._news:
-            if number == self._number:
-                self._reports[rank] = report
-                self._news.notify_all()
+        number, end = next(self._questions), time.monotonic() + self._control.patience
+        self._control.post(_ASK, number)
+        reports = dict[int, _Report]()
+        for rank in ranks:
+            with contextlib.suppress(queue.Empty):
+                reports[rank] = self._control.take(f"{_TELL} {number}", rank, max(0.0, end - time.monotonic()))
+        return reports
 
     def _report(self) -> _Report:
         newest = self._newest

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from jaxdist.launch.output import LineFilter
+from jaxdist.launch.output import LineFilter, Pump
 
 # What a rank has left behind has as long to end by SIGTERM (some of it cleans up what is shared), then by SIGKILL.
 _LEFT_S = 1.0
@@ -70,7 +70,7 @@ if code < 0:
     os.kill(os.getpid(), -code)
 os._exit(code)
 """
-ASK_TO_END = signal.SIGUSR1  # what mpirun forwards, and `_UNDER_MPIRUN` makes a SIGTERM of
+_ASK_TO_END = signal.SIGUSR1  # what mpirun forwards, and `_UNDER_MPIRUN` makes a SIGTERM of
 _INTERRUPT = signal.SIGUSR2  # and a SIGINT
 
 
@@ -83,7 +83,7 @@ class Command:
     environment: Mapping[str, str]
     line_filter: LineFilter
     death_signal: signal.Signals = signal.SIGKILL
-    end_signal: signal.Signals = signal.SIGTERM  # that asks it to end, with time to save
+    is_mpirun: bool = False
 
 
 def under_mpirun() -> list[str]:
@@ -91,73 +91,64 @@ def under_mpirun() -> list[str]:
     return [sys.executable, "-I", "-S", "-c", _UNDER_MPIRUN]
 
 
-def start(command: Command) -> "subprocess.Popen[bytes]":
-    """Its process, the leader of a group and a session."""
-    become = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), str(int(command.death_signal))]
-    return subprocess.Popen(
-        [*become, *command.argv],
-        env={**os.environ, **command.environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+class Child:
+    """A command that runs, the leader of a group and a session."""
 
+    def __init__(self, command: Command, note: Callable[[bytes], None]):
+        self._is_mpirun = command.is_mpirun
+        become = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), str(int(command.death_signal))]
+        self.process = subprocess.Popen(
+            [*become, *command.argv],
+            env={**os.environ, **command.environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
 
-def exit_code(process: "subprocess.Popen[bytes]", *, stays_awake: bool) -> int | None:
-    """That of a command, as of a shell, if it has ended."""
-    # It stays a zombie until the end of the job, so that no other process gets the number of its session. One that
-    # `stays_awake` goes on if somebody has stopped it: mpirun sees to the others.
-    options = os.WEXITED | os.WNOHANG | os.WNOWAIT | (os.WSTOPPED if stays_awake else 0)
-    found = os.waitid(os.P_PID, process.pid, options)
-    if found is None:
+        def shown(line: bytes) -> bytes:
+            note(line)
+            return command.line_filter(line)
+
+        self.pumps = Pump(self.process.stdout, sys.stdout, shown), Pump(self.process.stderr, sys.stderr, shown)
+
+    def exit_code(self) -> int | None:
+        """As of a shell, if it has ended."""
+        # It stays a zombie until the end of the job, so that no other process gets the number of its session. mpirun
+        # goes on if somebody has stopped it: it sees to the others.
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT | (os.WSTOPPED if self._is_mpirun else 0)
+        found = os.waitid(os.P_PID, self.process.pid, options)
+        if found is not None and found.si_code == os.CLD_STOPPED:
+            os.kill(self.process.pid, signal.SIGCONT)
+        elif found is not None:
+            return found.si_status if found.si_code == os.CLD_EXITED else 128 + found.si_status
         return None
-    if found.si_code == os.CLD_STOPPED:
-        os.kill(process.pid, signal.SIGCONT)
-        return None
-    return found.si_status if found.si_code == os.CLD_EXITED else 128 + found.si_status
 
-
-class Children:
-    """The children of a process that it has not waited for."""
-
-    def __init__(self, pid: int):
-        self._pid = pid
-        self._living: psutil.Process | None = None  # one of them: finding them means looking at every process
-
-    def all_ended(self) -> bool:
-        """Check whether there are children and all have ended: only a parent that is stuck does not notice."""
+    def is_stuck(self) -> bool:
+        """Check whether it is an mpirun all of whose children have ended, which it has not noticed."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            if self._living is not None and self._living.status() not in _GONE:
-                return False
-        with contextlib.suppress(psutil.NoSuchProcess):
-            children = psutil.Process(self._pid).children()
-            self._living = next((child for child in children if child.status() not in _GONE), None)
-            return bool(children) and self._living is None
+            children = psutil.Process(self.process.pid).children() if self._is_mpirun else []
+            return bool(children) and all(child.status() in _GONE for child in children)
         return False
 
+    def ask_to_end(self, number: signal.Signals) -> None:
+        """Send it, and what it has started, the signal by which it may end in its own time."""
+        interrupts = number == signal.SIGINT
+        if self._is_mpirun:
+            os.kill(self.process.pid, _INTERRUPT if interrupts else _ASK_TO_END)  # its group may have no handler for it
+        else:
+            self.send(number if interrupts else signal.SIGTERM)
 
-def ask_to_end(command: Command, process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
-    """Sends a command, and what it has started, the signal by which it may end in its own time."""
-    interrupts = number == signal.SIGINT
-    if command.end_signal is ASK_TO_END:
-        os.kill(process.pid, _INTERRUPT if interrupts else ASK_TO_END)  # its group may have no other handler for it
-    else:
-        signal_group(process, number if interrupts else command.end_signal)
-
-
-def signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
-    """Send a signal to a command and to what it has started, so far as that has not left its group."""
-    _send(os.killpg, process.pid, number)
-
-
-def _send(kill: Callable[[int, int], None], pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        kill(pid, number)
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to it and to what it has started, so far as that has not left its group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
 
 
-def end_sessions(leaders: "Collection[subprocess.Popen[bytes]]") -> None:
+def end_sessions(leaders: Collection[Child]) -> None:
     """Ends what a rank itself started and left behind, also what left its group, as mpirun's ranks and its ssh do."""
-    sessions = {process.pid for process in leaders}
+    sessions = {child.process.pid for child in leaders}
 
     def left() -> set[int]:
         found = set[int]()
@@ -171,6 +162,7 @@ def end_sessions(leaders: "Collection[subprocess.Popen[bytes]]") -> None:
         told, give_up_at = set[int](), time.monotonic() + _LEFT_S
         while (pids := left()) and time.monotonic() < give_up_at:
             for pid in pids - told:
-                _send(os.kill, pid, number)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
             told |= pids
             time.sleep(0.02)

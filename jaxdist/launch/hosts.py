@@ -61,28 +61,14 @@ def parse_hosts(entries: Iterable[str]) -> list[Host]:
     return list(hosts.values())
 
 
-def total_ranks(hosts: list[Host], asked: int | None) -> int:
-    """The number of slots; `asked` may only say the same."""
-    slots = sum(host.slots for host in hosts)
-    if asked is not None and asked != slots:
-        listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
-        raise ValueError(
-            f"-n {asked}, but the hosts have {slots} slots ({listed}): leave out -n, or change the slots of the hosts"
-        )
-    return slots
-
-
-def forwarded_environment() -> dict[str, str]:
-    """The part of this process's environment that other hosts get."""
-    return {
-        name: value for name, value in os.environ.items() if name in _FORWARDED or name.startswith(_FORWARDED_FAMILIES)
-    }
+def forwarded_variables() -> list[str]:
+    """The variables of this process that other hosts get."""
+    return [name for name in os.environ if name in _FORWARDED or name.startswith(_FORWARDED_FAMILIES)]
 
 
 def check_hosts(hosts: Sequence[Host]) -> None:
-    """Refuse hosts that can't be reached, or don't have this folder, this Python and jaxdist; if mpirun uses ssh."""
-    problems = {} if any(name in os.environ for name in _OTHER_WAYS) else _problems(hosts)
-    if problems:
+    """Refuse hosts that can't be used now."""
+    if problems := _problems(hosts):
         raise ValueError(
             f"{'; '.join(f'{name}: {problem}' for name, problem in problems.items())}. Expected: `ssh HOST "
             f"true` works without a password, and {Path.cwd()} and {sys.executable} with jaxdist are on every host (a "
@@ -90,16 +76,18 @@ def check_hosts(hosts: Sequence[Host]) -> None:
         )
 
 
-def that_answer(hosts: Sequence[Host]) -> list[Host]:
-    """Those that could be used now."""
+def those_there(hosts: Sequence[Host]) -> Sequence[Host]:
+    """The hosts that can be used now; all, if it is this one that reaches none."""
     problems = _problems(hosts)
-    return [host for host in hosts if host.name not in problems]
+    return [host for host in hosts if host.name not in problems] or hosts
 
 
 def _problems(hosts: Sequence[Host]) -> dict[str, str]:
-    """Why hosts can't be used, by name."""
+    """Why hosts can't be reached, or don't have this folder, this Python and jaxdist, by name; if mpirun uses ssh."""
     remote = [host.name for host in hosts if not host.local]
-    if remote and shutil.which("ssh") is None:
+    if not remote or any(name in os.environ for name in _OTHER_WAYS):
+        return {}
+    if shutil.which("ssh") is None:
         raise ValueError(f"no ssh on PATH to reach {remote[0]} with: apt-get install openssh-client")
     with ThreadPoolExecutor(32) as pool:
         return {name: problem for name, problem in zip(remote, pool.map(_probe, remote), strict=True) if problem}

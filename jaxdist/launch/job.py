@@ -5,7 +5,6 @@ import importlib.util
 import os
 import secrets
 import shutil
-import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,9 +13,9 @@ from pathlib import Path
 
 from jaxdist.connectors import site
 from jaxdist.control import scratch
-from jaxdist.launch.command import ASK_TO_END, Command, under_mpirun
-from jaxdist.launch.hosts import Host, check_hosts, forwarded_environment
-from jaxdist.launch.mpi import Mpirun, find_mpirun, short_tag
+from jaxdist.launch.command import Command
+from jaxdist.launch.hosts import Host, check_hosts
+from jaxdist.launch.mpi import Mpirun, cores, find_mpirun
 from jaxdist.launch.processes import Ended, Job
 
 
@@ -79,37 +78,11 @@ def launch(
 
     with scratch.folder("jaxdist-run-") as folder:
         if mpirun is not None:
-            commands = [_under_mpirun(mpirun, command, size, hosts, environment, folder, prefix)]
+            check_hosts(hosts)  # MPICH waits for ever for a host that it can't reach
+            commands = [mpirun.start(command, size, hosts, environment, folder, prefix)]
         else:
             commands = _on_this_machine(command, size, environment, prefix)
         return Job(commands).run()
-
-
-def _under_mpirun(
-    mpirun: Mpirun,
-    command: list[str],
-    size: int,
-    hosts: Sequence[Host],
-    environment: dict[str, str],
-    folder: str,
-    prefix: bool,
-) -> Command:
-    check_hosts(hosts)  # MPICH waits for ever for a host that it can't reach
-    export = {**forwarded_environment(), **environment} if hosts else {}
-    # In /tmp a job of Open MPI that was killed leaves a directory by its number, and the next to get that number
-    # fails: "The PMIx server's listener thread failed to start".
-    files = {} if hosts else {"PRTE_MCA_prte_tmpdir_base": folder}
-    spread = bool(hosts) or cores() >= 2 * size
-    return Command(
-        name="mpirun",
-        argv=mpirun.command(size, [*under_mpirun(), *command], tag=prefix, spread=spread, hosts=hosts, export=export),
-        environment={**mpirun.environment(hosts), **files, **environment},
-        end_signal=ASK_TO_END,
-        line_filter=short_tag if prefix else bytes,
-        # Of its daemons on other hosts it has to take leave. Here its ranks end with it; and Linux would send a SIGTERM
-        # for each of its threads, at the second of which Open MPI leaves its ranks alone.
-        death_signal=signal.SIGTERM if hosts else signal.SIGKILL,
-    )
 
 
 def _on_this_machine(command: list[str], size: int, environment: Mapping[str, str], prefix: bool) -> list[Command]:
@@ -150,8 +123,3 @@ def _threads(ranks: int) -> dict[str, str]:
     threads = str(max(1, cores() // ranks))
     names = ("PJRT_NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {name: threads for name in names if name not in os.environ} if ranks > 1 else {}
-
-
-def cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0))

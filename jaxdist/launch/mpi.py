@@ -5,16 +5,18 @@ import ipaddress
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from jaxdist.control.rendezvous import interfaces
-from jaxdist.launch.hosts import Host
+from jaxdist.launch.command import Command, under_mpirun
+from jaxdist.launch.hosts import Host, forwarded_variables
 
 Family = Literal["openmpi", "mpich", "unknown"]
 
@@ -37,66 +39,62 @@ class Mpirun:
     family: Family
     version: str
 
-    def command(
-        self,
-        ranks: int,
-        program: list[str],
-        *,
-        tag: bool = False,
-        spread: bool = False,
-        hosts: Sequence[Host] = (),
-        export: Iterable[str] = (),
-    ) -> list[str]:
-        """The command line that starts `ranks` of `program`."""
-        options: list[str] = []
+    def start(
+        self, program: list[str], ranks: int, hosts: Sequence[Host], given: Mapping[str, str], folder: str, prefix: bool
+    ) -> Command:
+        """The command that starts `ranks` of a program with some variables, and keeps its files in a folder."""
+        options, settings = list[str](), dict[str, str]()
         where = ",".join(f"{host.name}:{host.slots}" for host in hosts)
         if self.family == "mpich":
-            options += ["-prepend-rank"] if tag else []
-            options += ["-hosts", where] if where else []
+            options += ["-prepend-rank"] if prefix else []
+            options += ["-hosts", where] if hosts else []
         else:
-            options += ["--tag-output"] if tag else []
-            options += ["--bind-to", "none"] if spread else []
-            # Slot by slot: with `:oversubscribe` alone, which people export for use on one machine, Open MPI 5 puts all
-            # ranks on the first host, and without it refuses more slots than cores.
-            options += ["--map-by", "slot:oversubscribe", "--host", where] if where else []
-            for name in export:
-                options += ["-x", name]
-        return [str(self.path), "-n", str(ranks), *options, *program]
+            settings |= ROOT_ENV if os.geteuid() == 0 else {}
+            options += ["--tag-output"] if prefix else []
+            options += ["--bind-to", "none"] if hosts or cores() >= 2 * ranks else []
+            if hosts:
+                # Slot by slot: with `:oversubscribe` alone, which people export for use on one machine, Open MPI 5 puts
+                # all ranks on the first host, and without it refuses more slots than cores.
+                options += ["--map-by", "slot:oversubscribe", "--host", where]
+                for name in sorted({*forwarded_variables(), *given}):
+                    options += ["-x", name]
+                network = _shared_network(hosts)
+                settings |= {"OMPI_MCA_btl_tcp_if_include": network} if network else {}
+            else:
+                # In /tmp a job of Open MPI that was killed leaves a directory by its number, and the next to get that
+                # number fails: "The PMIx server's listener thread failed to start".
+                settings |= {**OVERSUBSCRIBE_ENV, "PRTE_MCA_prte_tmpdir_base": folder}
+        return Command(
+            name="mpirun",
+            argv=[str(self.path), "-n", str(ranks), *options, *under_mpirun(), *program],
+            environment={**settings, **given},
+            is_mpirun=True,
+            line_filter=_short_tag if prefix else bytes,
+            # Of its daemons on other hosts it has to take leave. Here its ranks end with it; and Linux would send a
+            # SIGTERM for each of its threads, at the second of which Open MPI leaves its ranks alone.
+            death_signal=signal.SIGTERM if hosts else signal.SIGKILL,
+        )
 
-    def environment(self, hosts: Sequence[Host] = ()) -> dict[str, str]:
-        """What Open MPI has to be told: to start as root, here more ranks than cores, the network of the hosts."""
-        if self.family != "openmpi":
-            return {}
-        chosen = any(name.startswith("OMPI_MCA_btl_tcp_if_") for name in os.environ)
-        network = None if chosen else _shared_network(hosts)
-        return {
-            **({} if hosts else OVERSUBSCRIBE_ENV),
-            **(ROOT_ENV if os.geteuid() == 0 else {}),
-            **({"OMPI_MCA_btl_tcp_if_include": network} if network else {}),
-        }
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def _shared_network(hosts: Sequence[Host]) -> str | None:
-    """The IPv4 network of this machine on which all other hosts are, such as "10.0.0.0/24"; None if there is no such.
+    """The smallest IPv4 network of this machine with all other hosts, such as "10.0.0.0/24"; None if there is none.
 
     Open MPI uses every card that is up, and waits for ever for an answer from one that only looks the same on both
     sides: Docker's bridge is 172.17.0.1 on every host.
     """
-    own = [interface.network for interface in interfaces()]
-    shared: set[ipaddress.IPv4Network] = set()
-    for host in hosts:
-        if host.local:
-            continue
-        try:
-            address = ipaddress.IPv4Address(socket.gethostbyname(host.name))
-        except OSError:
-            return None
-        # The longest prefix is the one that routing takes.
-        reached = [network for network in own if address in network]
-        if not reached:
-            return None  # behind a router
-        shared.add(max(reached, key=lambda network: network.prefixlen))
-    return str(shared.pop()) if len(shared) == 1 else None
+    if any(name.startswith("OMPI_MCA_btl_tcp_if_") for name in os.environ):  # the user has chosen
+        return None
+    try:
+        reached = [ipaddress.IPv4Address(socket.gethostbyname(host.name)) for host in hosts if not host.local]
+    except OSError:
+        return None
+    networks = [one.network for one in interfaces() if reached and all(address in one.network for address in reached)]
+    return str(max(networks, key=lambda network: network.prefixlen)) if networks else None
 
 
 def run_outside(argv: list[str], seconds: float) -> "subprocess.CompletedProcess[str] | None":
@@ -132,16 +130,13 @@ def find_mpirun() -> Mpirun | None:
         return None
     text = done.stdout + done.stderr
     family = family_of(text)
-    version = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    number = re.search(r"Version:\s*(\S+)", text) if family == "mpich" else None
-    if number is not None:  # hydra's first line is a title
-        version = f"MPICH (hydra) {number.group(1)}"
-    return Mpirun(Path(path), family, version)
+    number = re.search(r"Version:\s*(\S+)", text)  # hydra's first line is a title
+    return Mpirun(Path(path), family, f"MPICH (hydra) {number[1]}" if number else text.strip().partition("\n")[0])
 
 
 _TAG = re.compile(rb"^\[(?:[^\]\s]*,)?(\d+)\]<(?:stdout|stderr|stddiag)>: ?")
 
 
-def short_tag(line: bytes) -> bytes:
+def _short_tag(line: bytes) -> bytes:
     """A line with the rank before it in MPICH's way, where Open MPI has written its own."""
     return _TAG.sub(rb"[\1] ", line)

@@ -10,6 +10,7 @@ import os
 import select
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import IO, TextIO
 
@@ -29,8 +30,7 @@ class Pump(threading.Thread):
 
     def __init__(self, source: IO[bytes], target: TextIO, shown: LineFilter) -> None:
         super().__init__(daemon=True)
-        self.writing = False
-        self.written = 0
+        self.writing, self.since = False, 0.0  # whether it waits for who reads, or for the process; since when
         self.problem = ""
         self._source, self._target, self._shown = source, target, shown
         self._inside = False  # a very long line, whose start is out already
@@ -54,7 +54,7 @@ class Pump(threading.Thread):
         return line
 
     def _write(self, lines: bytes) -> None:
-        self.writing = True
+        self.writing, self.since = True, time.monotonic()
         try:
             write(self._target, lines)
         except OSError as error:
@@ -62,8 +62,7 @@ class Pump(threading.Thread):
                 self.problem = error.strerror or str(error)
             raise
         finally:
-            self.written += 1
-            self.writing = False
+            self.writing, self.since = False, time.monotonic()
 
 
 def _complete(line: bytes) -> bool:

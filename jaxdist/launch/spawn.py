@@ -81,7 +81,9 @@ def spawn(
         environment = {"PYTHONUNBUFFERED": "1", "JAXDIST_RESTARTS": "0", "JAXDIST_COMMUNICATOR": "xla"}
         ended = launch(command, n, None, environment, prefix=prefix)
         if ended.code in (0, NOT_WRITTEN) and not ended.failed:
-            return [pickle.loads((folder / f"result of rank {rank}").read_bytes()) for rank in range(n)]
+            files = [folder / f"result of rank {rank}" for rank in range(n)]
+            none: Any = None  # of a function that calls `sys.exit()`
+            return [pickle.loads(file.read_bytes()) if file.exists() else none for file in files]
         if not ended.failed:  # a signal that came to this process, and went on to the ranks
             signal.raise_signal(ended.code - 128)
         raise _error(folder, ended.failed or "a rank", ended.code, n)
@@ -135,7 +137,7 @@ def _error(folder: Path, name: str, code: int, n: int) -> BaseException:
         error = pickle.loads(pickled)
     except Exception:  # of a type that only the ranks know, or that pickles and does not unpickle
         error = None
-    if not isinstance(error, Exception):  # SystemExit would end this process
+    if not isinstance(error, Exception):
         error = RuntimeError(summary)
     error.add_note(f"Raised on {name} of {n}:\n\n{trace.rstrip()}")
     return error
@@ -152,27 +154,16 @@ def main(folder: str) -> None:
             ctx = init()  # before arrays of JAX are made of what was sent
             signal.signal(signal.SIGINT, signal.default_int_handler)
             fn, args, kwargs = pickle.load(file)
-        result = _call(fn, args, kwargs)
+        result = fn(*args, **kwargs)
         with Path(folder, f"result of rank {ctx.rank}").open("wb") as file:
             ResultPickler(file).dump(result)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the parent shows it
         _write_error(Path(folder, f"error of rank {os.environ['RANK']}"), error)
-        if isinstance(error, SystemExit):
-            sys.exit(error.code)
         if ctx is not None and ctx.size > 1:
             failfast.end(ctx.control, error)
         sys.exit(1)
-
-
-def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    try:
-        return fn(*args, **kwargs)
-    except SystemExit as end:  # as of a script's `sys.exit(main())`
-        if end.code in (None, 0):
-            return None
-        raise
 
 
 def _write_error(path: Path, error: BaseException) -> None:

@@ -138,10 +138,10 @@ class Context:
             return tree_or_object
         from jaxdist.runtime import transfer  # here: cloudpickle takes its time
 
-        packed, problem = transfer.pack(tree_or_object) if self.rank == root else ([], "")
-        received = self.control.broadcast_buffers(packed, root, self.timeout)
+        packed, problem = transfer.pack(tree_or_object) if self.rank == root else (b"", "")
+        received = self.control.broadcast_bytes(packed, root, self.timeout)
         if self.rank != root:
-            tree_or_object, problem = pickle.loads(received[0], buffers=received[1:])
+            tree_or_object, problem = pickle.loads(received)
         if problem:
             raise TypeError(f"rank {self.rank}: {problem}")
         return tree_or_object

@@ -99,11 +99,11 @@ class Executables:
     def _ask(self, key: str) -> bytes | None:
         """What another rank has made; None: it is this rank's turn to make it."""
         control, name = self._control, f"{_PROGRAM} {next(self._questions)}"
-        if not control.process.is_owner():  # a forked data worker
+        if not control.is_owner():  # a forked data worker
             return _ALONE
         control.post(_PROGRAM, (key, None, name), to=0)
         give_up_at = time.monotonic() + self._timeout
-        while time.monotonic() < give_up_at and not control.process.over.is_set():  # then rank 0 may be gone
+        while time.monotonic() < give_up_at and not control.over.is_set():  # then rank 0 may be gone
             with contextlib.suppress(queue.Empty):
                 return control.take(name, 0, _LOOK_SECONDS)
         return _ALONE

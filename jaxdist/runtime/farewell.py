@@ -19,7 +19,7 @@ def install(control: Control, watchdog: Watchdog, timeout: float) -> None:
         return
 
     def end() -> None:
-        if not control.process.is_owner():  # a forked data worker
+        if not control.is_owner():  # a forked data worker
             return
         failfast.end_if_failed(control)
         if control.rank == 0 and not (control.ending or control.position() or control.used):
@@ -27,12 +27,12 @@ def install(control: Control, watchdog: Watchdog, timeout: float) -> None:
                 f"the {control.size} ranks have called no decorated step and no collective of jaxdist. If there were "
                 "steps left to do, each rank has worked by itself: decorate the step with jaxdist.data_parallel"
             )
-        control.process.hold()  # the main thread ends this process
+        control.hold()  # the main thread ends this process
         control.close()
         _wait_for_all(control, watchdog, timeout)
         if control.ending:
             time.sleep(_OTHERS_SECONDS)  # they may be in a collective with this one, and say more than that it broke
-            control.process.depart(control.process.code)
+            control.depart(control.code)
 
     atexit.register(end)
 
@@ -40,10 +40,10 @@ def install(control: Control, watchdog: Watchdog, timeout: float) -> None:
 def _wait_for_all(control: Control, watchdog: Watchdog, timeout: float) -> None:
     """Until every rank has said goodbye, or the job has failed. It is said where those are that keep the others."""
     start, turns = time.monotonic(), 0
-    while not control.all_left(timeout):
+    while not control.over.wait(timeout):
         turns += 1
         left = {control.rank, *control.left}
         where = watchdog.whereabouts([r for r in range(control.size) if r not in left])
-        if min(left) == control.rank and turns.bit_count() == 1 and not control.all_left(0):  # 1, 2, 4, 8, ...
+        if min(left) == control.rank and turns.bit_count() == 1 and not control.over.is_set():  # 1, 2, 4, 8, ...
             waited = f"its script is over, and it has waited for {time.monotonic() - start:.0f} s for the others"
             control.say(f"{waited}: {where or 'they are in a step'}")

@@ -1,4 +1,4 @@
-"""Objects as bytes: a small pickle, and the arrays' memory beside it."""
+"""Objects as bytes, arrays by the memory of the host."""
 
 import io
 import pickle
@@ -48,17 +48,17 @@ class _ByName(pickle.Pickler):
         return _array(obj, to_device) if isinstance(obj, jax.Array) else NotImplemented
 
 
-def pack(obj: Any) -> tuple[list[memoryview], str]:
-    """An object as buffers, in which arrays are not copied, and why it can't be sent: "" if it can."""
+def pack(obj: Any) -> tuple[bytes | memoryview, str]:
+    """An object as bytes, and why it can't be sent: "" if it can."""
     problem = ""
     for pickler in (_ByName, Pickler):  # the second: a TrainState that holds closures
-        out, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+        out = io.BytesIO()
         try:
-            pickler(out, protocol=5, buffer_callback=buffers.append).dump((obj, ""))
-            return [out.getbuffer(), *(buffer.raw() for buffer in buffers)], ""
+            pickler(out, protocol=5).dump((obj, ""))
+            return out.getbuffer(), ""
         except Exception as error:
             problem = f"the object that the root broadcasts can't be pickled ({in_words(error)})"
-    return [memoryview(pickle.dumps((None, problem)))], problem  # the others wait for something
+    return pickle.dumps((None, problem)), problem  # the others wait for something
 
 
 def _array(array: jax.Array, rebuild: Callable[[np.ndarray], Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -108,7 +108,7 @@ class Calls:
         except BaseException as error:
             active.finish(None, type(error).__name__)
             self._ledger.unsettled = True
-            self.context.control.process.stay_if_ending()  # a rank that left may be its cause
+            self.context.control.stay_if_ending()  # a rank that left may be its cause
             raise
         active.finish(result)
         self._ledger.output = active.output

@@ -52,7 +52,6 @@ FAULTS = [
     Fault("raises_in_a_thread", (WHO, "IndexError"), (HAND,), code=1),
     Fault("raises_in_a_callback", ("rank 0 (", "ValueError: boom on purpose"), (MPIRUN, HAND)),
     Fault("exits 0", ("rank 0 (", "exit code 3"), (MPIRUN, RUN), True, 3),
-    Fault("exits_with_another_code", (WHO, "exit code 5"), (HAND,), code=5),
     Fault("dies", (), (RUN, MPIRUN), code=137),
     Fault("dies 0", ("rank 0 (", "died"), (HAND,)),
     Fault("dies 1 SIGTERM", (WHO, "died"), (HAND, MPIRUN), True),

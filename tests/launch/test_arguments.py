@@ -34,14 +34,14 @@ def test_what_is_refused(words: list[str], tokens: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["localhost:2\n", "# mine\n\n\tlocalhost   slots=2 max_slots=4  # the first"],
+    ["localhost:3\n", "# mine\n\n\tlocalhost   slots=2 max_slots=4  # the first"],
     ids=["MPICH", "Open MPI"],
 )
 def test_ranks_by_a_host_file(jaxdist: Jaxdist, tmp_path: Path, text: str) -> None:
     """This machine needs no ssh."""
     (tmp_path / "hosts").write_text(text)
     show = "echo $RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR"
-    done = jaxdist("run", "--hostfile", "hosts", "--launcher", "env", "--prefix", "sh", "-c", show)
+    done = jaxdist("run", "-n", 2, "--hostfile", "hosts", "--launcher", "env", "--prefix", "sh", "-c", show)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] 0 0 2 127.0.0.1", "[1] 1 1 2 127.0.0.1"]
 

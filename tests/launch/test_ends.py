@@ -119,13 +119,12 @@ def test_a_stranger_on_its_ports_stops_mpirun_and_not_the_job() -> None:
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_rank_sees_the_signal_and_may_finish(sent: signal.Signals, code: int, launcher: str, tmp_path: Path) -> None:
-    """Also one that takes longer than another which ends with a code. What it prints is kept; mpirun's notice isn't."""
+    """Also one that takes longer than another which ends with a code. What it prints is kept."""
     with started("-n", 2, "--launcher", launcher, RANK, "saves", cwd=tmp_path) as job:
         assert lines(job, 2) == ["ready\n"] * 2
         job.send_signal(sent)
         assert job.wait(timeout=30) == code
-        rule = "-" * 74 + "\n"
-        assert lines(job, 4) == [rule, "saved\n", rule, "ended\n"]  # of rank 0; mpirun may lose what comes later
+        assert lines(job, 1) == ["saved\n"]  # of rank 0; mpirun may lose what comes later
     assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
 
 

@@ -37,7 +37,7 @@ def test_errors_of_ranks() -> None:
     *errors, last = (text.strip() for text in done.stdout.split("END\n"))
     expected = [
         ["Mine", "went wrong", "rank 1 of 2", 'File "cell", line 6, in fail', 'raise Mine("went", "wrong")'],
-        ["RuntimeError", "SystemExit: 3"],
+        ["RuntimeError", "rank 0 of 1", "exit code 3"],
         ["RuntimeError", "rank 1 of 2", "SIGKILL"],
         ["TypeError", "_thread.lock"],
     ]

@@ -6,7 +6,6 @@ Whoever gets to the end of a fault that should have ended the job prints THROUGH
 import atexit
 import contextlib
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -87,18 +86,6 @@ def exits() -> None:
     w = train(2)
     if ODD:
         sys.exit(3)
-    train(1000, w)
-
-
-def exits_with_another_code() -> None:
-    """The exception is Python's own: it can be pickled, and changed."""
-    w = train(2)
-    if ODD:
-        try:
-            sys.exit(3)
-        except SystemExit as error:
-            error.code = 2 + pickle.loads(pickle.dumps(error)).code
-            raise
     train(1000, w)
 
 
