@@ -1,6 +1,5 @@
 """`save`: write a checkpoint, in the background if asked, and give it its name once all of it is on disk."""
 
-import atexit
 import contextlib
 import functools
 import os
@@ -19,8 +18,7 @@ from jax.sharding import NamedSharding
 
 from jaxdist import compat
 from jaxdist.agreement import sync
-from jaxdist.agreement.description import first_problem
-from jaxdist.agreement.every_rank import Part, on_every_rank, patience
+from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import arrays, directory, manifest
 from jaxdist.checkpoint.checksum import MODULUS, share_of
 from jaxdist.checkpoint.manifest import PYTHON, Leaf, Name, brief, kind_of, named, on_host, refusal, stored_form
@@ -38,94 +36,64 @@ _pending: "Saving | None" = None
 
 
 class Saving:
-    """A checkpoint that is being written."""
+    """A checkpoint that is being written, by a thread."""
 
-    def __init__(self, step: int):
+    def __init__(self, step: int, write: Callable[[], None]):
         self.step = step
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, args=(write,), name="jaxdist-save")
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:  # raised by wait()
+            self._error = error
 
     @api_boundary
     def wait(self) -> None:
         """Return when the checkpoint is complete and on disk everywhere; raise its error, once."""
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            error, self._error = self._error, None
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
             raise error
-
-    def _start(self, write: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                write()
-            except BaseException as error:  # raised by wait()
-                self._error = error
-
-        global _pending
-        _pending = self
-        self._thread = threading.Thread(target=run, name="jaxdist-save")
-        self._thread.start()
 
 
 def await_pending() -> None:
     """Wait for the save in the background, if any, and raise its error."""
-    global _pending
     if _pending is not None:
-        pending, _pending = _pending, None
-        pending.wait()
+        _pending.wait()
 
 
 @functools.cache
-def at_exit(ctx: Context) -> None:
+def _at_exit(ctx: Context) -> None:
     """Make the end of the script wait for the last save, and fail if that failed."""
     # Import here, since modules can no longer register exit handlers in the thread.
     import orbax.checkpoint  # noqa: F401
 
-    def end() -> None:  # before `jaxdist.runtime.farewell`
-        if _pending is not None and _pending._error is not None:
-            failfast.fail_at_exit(ctx.control, f"the script ended, but its last save had failed: {_pending._error}")
-
-    compat.before_threads_end(lambda: _pending and _pending._thread and _pending._thread.join())
-    atexit.register(end)
-
-
-def together(ctx: Context, what: str, tag: str, work: Callable[[], Any], conclude: Callable[[list[Any]], None]) -> None:
-    """Work on each rank, then conclude on the root, by mail, which works in threads; if any fails, all ranks raise."""
-    mine, cause = _attempt(work)
-    if ctx.is_root:
-        verdict = first_problem(what, {0: "interrupted"})
+    def end() -> None:
         try:
-            results = [mine, *(_await(ctx, tag, what, rank) for rank in range(1, ctx.size))]
-            problems = {rank: problem for rank, (problem, _) in enumerate(results) if problem}
-            if not problems:
-                (problem, _), cause = _attempt(lambda: conclude([value for _, value in results]))
-                problems = {0: problem} if problem else {}
-            verdict = first_problem(what, problems) if problems else ""
-        finally:
-            ctx.control.put(tag, verdict)
-    else:
-        ctx.control.put(tag, mine, to=0)
-        verdict = _await(ctx, tag, what, 0)
-    if cause is not None and not isinstance(cause, Exception):
-        raise cause  # Ctrl-C
-    if verdict:
-        raise CheckpointError(verdict) from cause
+            await_pending()
+        except BaseException as error:
+            failfast.fail_at_exit(ctx.control, f"the script ended, but its last save had failed: {error}")
+
+    compat.before_threads_end(end)
 
 
-def _attempt(work: Callable[[], Any]) -> tuple[tuple[str, Any], BaseException | None]:
-    try:
-        return ("", work()), None
-    except BaseException as error:  # Ctrl-C too: the other ranks would wait for this one
-        return (f"{brief(error)} (host {socket.gethostname()})", None), error
+def _by_mail(ctx: Context, tag: str, mine: Any) -> list[Any]:
+    """Return the value of each rank: an exchange in a thread, while the main thread makes its own."""
 
-
-def _await(ctx: Context, tag: str, what: str, rank: int) -> Any:
-    """Wait for a rank while it lives: the control channel notices its end, and ends this process."""
-    with patience(ctx, "save"):
-        while not ctx.control.ending:
+    def take(rank: int) -> Any:
+        while not ctx.control.ending:  # the control channel notices a rank's end, and ends this process
             with contextlib.suppress(queue.Empty):
                 return ctx.control.take(tag, rank, _SLICE)
-    raise CheckpointError(f"{what}: rank {ctx.rank} stops because the job is ending")
+        raise CheckpointError(f"save: rank {ctx.rank} stops because the job is ending")
+
+    if not ctx.is_root:
+        ctx.control.put(tag, mine, to=0)
+        return take(0)
+    everyone = [mine, *(take(rank) for rank in range(1, ctx.size))]
+    ctx.control.put(tag, everyone)
+    return everyone
 
 
 @api_boundary
@@ -190,11 +158,23 @@ def save(
     # A new name, so leftovers of a killed job do not matter.
     temporary = final.with_name(f"{step}.{token}{directory.UNFINISHED}")
 
+    def on_each(work: Callable[[], Any]) -> list[Any]:
+        def part() -> Part[None]:
+            try:
+                return Part(None, told=work())
+            except Exception as error:
+                raise CheckpointError(
+                    f"checkpoint {final} was not written (earlier ones are unchanged): {brief(error)} "
+                    f"(host {socket.gethostname()})"
+                ) from error
+
+        exchange = functools.partial(_by_mail, ctx, f"save/{token}")
+        return on_every_rank(ctx, "save", part, raises=(CheckpointError,), patient=True, exchange=exchange)[1]
+
     def write() -> None:
-        what = f"checkpoint {final} was not written (earlier ones are unchanged)"
         try:
-            together(ctx, what, f"save/{token}", lambda: _write(ctx, temporary / directory.ITEM, parts),
-                     lambda shares: _conclude(temporary, final, parts, shares))  # fmt: skip
+            shares = on_each(lambda: _write(ctx, temporary / directory.ITEM, parts))
+            on_each(lambda: _conclude(temporary, final, parts, shares) if ctx.is_root else None)
         except BaseException:
             if ctx.is_root:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -202,12 +182,12 @@ def save(
         if ctx.is_root:
             directory.tidy(final, keep)
 
-    at_exit(ctx)
-    saving = Saving(int(step))
+    global _pending
+    _at_exit(ctx)
+    saving = _pending = Saving(int(step), write)
+    saving._thread.start()
     if wait:
-        write()
-    else:
-        saving._start(write)
+        saving.wait()
     return saving
 
 
@@ -272,21 +252,19 @@ def _part(ctx: Context, x: Any, copy: bool) -> tuple[Leaf, Any]:
     return leaf, np.array(on_host(x), copy=copy or None) if ctx.is_root and x.size else None
 
 
-def _write(ctx: Context, item: Path, parts: Parts) -> dict[Name, int]:
-    """Write this rank's part, and return its shares in the digests."""
+def _write(ctx: Context, item: Path, parts: Parts) -> list[int]:
+    """Write this rank's part, and return its share in the digest of each leaf."""
     mine = {name: value for name, (_, value) in parts.items() if value is not None}
     item.mkdir(parents=True, exist_ok=True)
     if mine:
         arrays.write(mine, item, ctx.rank)
-    return {name: share_of(value, parts[name][0].shape, ctx.is_root) for name, value in mine.items()}
+    return [0 if value is None else share_of(value, leaf.shape, ctx.is_root) for leaf, value in parts.values()]
 
 
-def _conclude(temporary: Path, final: Path, parts: Parts, shares: list[dict[Name, int]]) -> None:
+def _conclude(temporary: Path, final: Path, parts: Parts, shares: list[list[int]]) -> None:
     """Complete the checkpoint that all ranks have written, and give it its name (root only)."""
-    leaves = {
-        name: leaf._replace(digest=sum(own.get(name, 0) for own in shares) % MODULUS)
-        for name, (leaf, _) in parts.items()
-    }
+    digests = [sum(of) % MODULUS for of in zip(*shares, strict=True)]
+    leaves = {name: leaf._replace(digest=d) for (name, (leaf, _)), d in zip(parts.items(), digests, strict=True)}
     mine = {name: leaf.shape for name, (leaf, value) in parts.items() if value is not None}
     if mine:
         padded = {name: shape for name, shape in mine.items() if parts[name][1].shape != shape}
