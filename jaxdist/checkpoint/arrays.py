@@ -13,14 +13,15 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist import compat
-from jaxdist.checkpoint.checksum import share_of
+from jaxdist.checkpoint.checksum import MODULUS, checksum
 from jaxdist.checkpoint.directory import ITEM
-from jaxdist.checkpoint.manifest import DamagedError, Leaf, Leaves, Name, is_padded_inside, unreadable
+from jaxdist.checkpoint.manifest import PYTHON, DamagedError, Leaf, Leaves, Name, is_padded_inside, unreadable
 from jaxdist.errors import CheckpointError
-from jaxdist.placements.layouts import Padded, physical
+from jaxdist.placements.layouts import Padded
 from jaxdist.step.batch import is_keys
 
 Bounds = tuple[tuple[int, int], ...]  # a slice's begin and end along each dimension
+Checksums = dict[Bounds, int]
 _INDEX_IN_MEMORY = 100_000_000  # bytes of the database's index; without a limit nothing is cached
 
 
@@ -70,8 +71,8 @@ def _spec(item: Path, name: Name) -> dict[str, Any]:
     return {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": path}}
 
 
-def read(directory: Path, leaves: Leaves, like: dict[Name, Any]) -> tuple[dict[Name, Any], dict[Name, int]]:
-    """Return arrays like their counterparts, and this process's shares in digests of partly read ones."""
+def read(directory: Path, leaves: Leaves, like: dict[Name, Any]) -> tuple[dict[Name, Any], dict[Name, Checksums]]:
+    """Return leaves like their counterparts, and the checksums of this process's slices where others have more."""
     import tensorstore as ts
 
     def result(future: Any, name: Name) -> Any:
@@ -83,29 +84,39 @@ def read(directory: Path, leaves: Leaves, like: dict[Name, Any]) -> tuple[dict[N
             raise unreadable(f"leaf {'.'.join(name)} of checkpoint {directory}", error) from None
 
     context = ts.Context({"cache_pool": {"total_bytes_limit": _INDEX_IN_MEMORY}})
-    stored = {name: leaf for name, leaf in leaves.items() if 0 not in leaf.shape}  # orbax refuses empty arrays
+    # Orbax refuses empty arrays.
+    stored = [name for name, leaf in leaves.items() if leaf.dtype and 0 not in leaf.shape]
     opened = {name: ts.open(_spec(directory / ITEM, name), open=True, read=True, context=context) for name in stored}
-    begun: dict[Name, dict[Bounds, Any]] = {}
-    for name, leaf in stored.items():
-        array = result(opened.pop(name), name)
-        if tuple(array.shape) != leaf.shape or array.dtype.numpy_dtype != leaf.dtype:
-            raise differs(directory, name)
-        bounds = _own_bounds(like[name], leaf.shape)
-        begun[name] = {one: array[tuple(slice(a, b) for a, b in one)].read() for one in bounds}
-    values: dict[Name, Any] = {}
-    shares: dict[Name, int] = {}
+    begun: dict[Name, tuple[dict[Bounds, np.ndarray], list[Any]]] = {}
     for name, leaf in leaves.items():
-        blocks = {one: np.asarray(result(block, name)) for one, block in begun.pop(name, {}).items()}
-        for one in () if name in stored else _own_bounds(like[name], leaf.shape):
-            blocks[one] = np.zeros([b - a for a, b in one], leaf.dtype)
-        values[name] = placed(blocks, like[name], leaf)
-        on_mesh = _on_mesh(like[name])
-        share = share_of(physical(values[name]) if on_mesh else next(iter(blocks.values())), leaf.shape, True)
-        if on_mesh and not (on_mesh[0].is_fully_addressable or on_mesh[0].is_fully_replicated):
-            shares[name] = share
-        elif share != leaf.digest:
+        begun[name] = blocks, reads = _blocks(like[name], leaf), []
+        if name in opened:
+            array = result(opened.pop(name), name)
+            if tuple(array.shape) != leaf.shape or array.dtype.numpy_dtype != leaf.dtype:
+                raise differs(directory, name)
+            reads += [_fill(block, at, array) for at, block in blocks.items()]
+    values: dict[Name, Any] = {}
+    partly: dict[Name, Checksums] = {}
+    for name, leaf in leaves.items():
+        blocks, reads = begun.pop(name)
+        for reading in reads:
+            result(reading, name)
+        sums = {at: checksum(block, [a for a, _ in at]) for at, block in blocks.items()} if leaf.dtype else {}
+        sharding, _ = _place(like[name], leaf)
+        if sharding and not (sharding.is_fully_addressable or sharding.is_fully_replicated):
+            partly[name] = sums
+        elif sum(sums.values()) % MODULUS != leaf.digest:
             raise differs(directory, name)
-    return values, shares
+        values[name] = _placed(blocks, like[name], leaf)
+    return values, partly
+
+
+def _fill(block: np.ndarray, at: Bounds, array: Any) -> Any:
+    """Begin to read a slice of an array; what is beyond the array's end is padding, and stays zero."""
+    import tensorstore as ts
+
+    real = tuple(slice(min(a, n), min(b, n)) for (a, b), n in zip(at, array.shape, strict=True))
+    return ts.array(block)[tuple(slice(0, s.stop - s.start) for s in real)].write(array[real])
 
 
 def differs(directory: Path, name: Name) -> DamagedError:
@@ -113,52 +124,43 @@ def differs(directory: Path, name: Name) -> DamagedError:
     return DamagedError(f"leaf {'.'.join(name)} of checkpoint {directory} is damaged: its digest does not match")
 
 
-def _on_mesh(x: Any) -> tuple[NamedSharding, tuple[int, ...]] | None:
-    """Return a leaf's sharding and padded shape on the mesh, or None if this process alone has the whole leaf."""
+def _place(x: Any, leaf: Leaf) -> tuple[NamedSharding | None, tuple[int, ...]]:
+    """Return a leaf's place on the mesh and padded shape; no place if each process has the whole leaf to itself."""
     if type(x) is Padded:
-        return None if is_padded_inside(x) else (x.array.sharding, x.array.shape)  # type: ignore[return-value]
+        return (None, leaf.shape) if is_padded_inside(x) else (x.array.sharding, x.array.shape)  # type: ignore[return-value]
     own = getattr(x, "sharding", None)
-    return (own, tuple(x.shape)) if isinstance(own, NamedSharding) and not is_keys(x) else None
+    return own if isinstance(own, NamedSharding) else None, leaf.shape
 
 
-def _own_bounds(x: Any, shape: tuple[int, ...]) -> list[Bounds]:
-    """Return this process's slices of an array with this shape, placed like `x`."""
-    if not (on_mesh := _on_mesh(x)):
-        return [tuple((0, n) for n in shape)]
-    sharding, padded = on_mesh
-    return list({_bounds(index, shape): None for index in sharding.addressable_devices_indices_map(padded).values()})
+def _blocks(x: Any, leaf: Leaf) -> dict[Bounds, np.ndarray]:
+    """Return room for this process's slices of a leaf that will be placed like `x`; a number or string as it is."""
+    sharding, shape = _place(x, leaf)
+    indices = sharding.addressable_devices_indices_map(shape).values() if sharding else [(slice(None),) * len(shape)]
+    room = lambda at: np.zeros([b - a for a, b in at], leaf.dtype) if leaf.dtype else np.asarray(leaf.value)
+    return {at: room(at) for at in dict.fromkeys(_bounds(index, shape) for index in indices)}
 
 
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
-    """Return the part of a slice that is not padding."""
     return tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
 
 
-def placed(blocks: dict[Bounds, np.ndarray], x: Any, leaf: Leaf) -> Any:
-    """Return an array in the form and place of its counterpart `x`."""
-    if on_mesh := _on_mesh(x):
-        sharding, padded = on_mesh
-
-        def block(index: Any) -> np.ndarray:
-            real, sizes = blocks[_bounds(index, leaf.shape)], [b - a for a, b in _bounds(index, padded)]
-            padding = [(0, n - have) for n, have in zip(sizes, real.shape, strict=True)]
-            return np.pad(real, padding) if any(after for _, after in padding) else real
-
-        value = jax.make_array_from_callback(padded, sharding, block)
-    else:
-        value = _off_mesh(next(iter(blocks.values())), x, leaf)
-    if isinstance(value, jax.Array) and not is_keys(value):
-        value = compat.with_weak_type(value, leaf.weak)
-    return Padded(value, x.layout) if type(x) is Padded else value
-
-
-def _off_mesh(value: np.ndarray, x: Any, leaf: Leaf) -> Any:
+def _placed(blocks: dict[Bounds, np.ndarray], x: Any, leaf: Leaf) -> Any:
+    """Return a leaf in the form and place of its counterpart `x`."""
+    whole = next(iter(blocks.values()))
+    if type(x) in PYTHON:
+        return type(x)(whole if leaf.dtype else leaf.value)
     if isinstance(x, (np.generic, np.ndarray)):
-        value = value.astype(x.dtype, copy=False)
-        return value[()] if isinstance(x, np.generic) else value
-    sharding = x.array.sharding if type(x) is Padded else getattr(x, "sharding", None)
-    value = x.layout.padded(value) if type(x) is Padded else value
-    # Not device_put, which refuses a mesh of several processes.
-    on_mesh = isinstance(sharding, NamedSharding)
-    array = jax.make_array_from_callback(value.shape, sharding, value.__getitem__) if on_mesh else jnp.asarray(value)
-    return jax.random.wrap_key_data(array, impl=leaf.key) if is_keys(x) else array
+        whole = whole.astype(x.dtype, copy=False)
+        return whole[()] if isinstance(x, np.generic) else whole
+    sharding, shape = _place(x, leaf)
+    if sharding:
+        value = jax.make_array_from_callback(shape, sharding, lambda index: blocks[_bounds(index, shape)])
+    elif type(x) is Padded:
+        whole = x.layout.padded(whole)
+        value = jax.make_array_from_callback(whole.shape, x.array.sharding, whole.__getitem__)
+    else:
+        value = jnp.asarray(whole)
+    if is_keys(x):
+        return jax.random.wrap_key_data(value, impl=leaf.key)
+    value = compat.with_weak_type(value, leaf.weak)
+    return Padded(value, x.layout) if type(x) is Padded else value

@@ -69,11 +69,11 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T
         read = functools.partial(_read_own, root, found, like)
         try:
             # Reading may take much longer on one rank than on the others.
-            (state, leaves), shares = on_every_rank(ctx, "restore", read, raises=_ERRORS, patient=True)
-            # Arrays that each rank has read in part.
-            damaged = [name for name in shares[0] if sum(own[name] for own in shares) % MODULUS != leaves[name].digest]
-            if damaged:
-                raise arrays.differs(root / str(found), damaged[0])
+            (state, leaves), everyone = on_every_rank(ctx, "restore", read, raises=_ERRORS, patient=True)
+            for name in everyone[0]:  # leaves that each rank has read in part; several may have read the same slice
+                slices = {one for partly in everyone for one in partly[name].items()}
+                if sum(checksum for _, checksum in slices) % MODULUS != leaves[name].digest:
+                    raise arrays.differs(root / str(found), name)
         except (DamagedError, FileNotFoundError) as failure:
             failed[found] = failure
             continue
@@ -112,11 +112,10 @@ def read_all(path: str | os.PathLike[str]) -> tuple[Path, dict[str, np.ndarray |
     if not (directory / manifest.FILE).exists():
         raise FileNotFoundError(f"{path} is not a checkpoint: expected a step, such as run/checkpoints/100")
     leaves = manifest.read(directory, int(directory.name) if directory.name.isdecimal() else None)
-    stored = {name: leaf for name, leaf in leaves.items() if leaf.dtype}
-    values: dict[Name, Any] = {name: leaf.value for name, leaf in leaves.items()}
-    values |= arrays.read(directory, stored, {name: np.zeros((), leaf.dtype) for name, leaf in stored.items()})[0]
-    numbers = {"complex": complex, "str": str}
-    return directory, {".".join(name): numbers.get(leaves[name].kind, np.asarray)(x) for name, x in values.items()}
+    kinds = {kind.__name__: kind for kind in PYTHON}
+    like = {name: np.zeros((), leaf.dtype) if leaf.dtype else kinds[leaf.kind]() for name, leaf in leaves.items()}
+    values = arrays.read(directory, leaves, like)[0]
+    return directory, {".".join(name): x if isinstance(x, str) else np.asarray(x) for name, x in values.items()}
 
 
 def _find(root: Path, step: int | None, failed: dict[int, Exception]) -> int | None:
@@ -160,17 +159,9 @@ def _read_own(root: Path, step: int, like: Any) -> Part[tuple[Any, Leaves]]:
         )
     leaves, wanted = manifest.read(directory, step), named(like)
     _check_leaves(directory, wanted, leaves)
-    as_array = lambda name, x: np.zeros((), leaves[name].dtype) if type(x) in PYTHON else x
-    places = {name: as_array(name, x) for name, x in wanted.items() if leaves[name].dtype}
-    values, shares = arrays.read(directory, {name: leaves[name] for name in places}, places)
-    for name, x in wanted.items():
-        value = values.get(name, leaves[name].value)
-        if type(x) in PYTHON:
-            values[name] = type(x)(value)
-        elif name not in values:  # a number that a step has made an array
-            values[name] = arrays.placed({(): np.asarray(value)}, x, leaves[name])
+    values, partly = arrays.read(directory, leaves, wanted)
     state = jax.tree.unflatten(jax.tree.structure(like), [values[name] for name in wanted])
-    return Part((state, leaves), told=shares)
+    return Part((state, leaves), told=partly)
 
 
 def _check_leaves(where: Path, like: dict[Name, Any], leaves: Leaves) -> None:
