@@ -203,11 +203,13 @@ MUTANTS: list[Mutant] = [
 ]  # fmt: skip
 # Checkpoints, data, logs.
 MUTANTS += [
-    Mutant("digests are not compared", "jaxdist/checkpoint/arrays.py",
-           "elif sum(sums.values()) % MODULUS != leaf.digest:", "elif False:",
-           "tests/io/test_damage.py::test_each_damage_is_told"),
+    Mutant("digests are not compared", "jaxdist/checkpoint/arrays.py", "in everyone) != leaves[name].digest:",
+           "in everyone) < 0:", "tests/io/test_damage.py::test_each_damage_is_told"),
     Mutant("digests of arrays split over ranks are not compared", "jaxdist/checkpoint/reading.py",
-           "% MODULUS != leaves[name].digest:", "< 0:", "tests/io/test_checkpoint_jobs.py::test_two_ranks"),
+           "            arrays.compare(root / str(found), leaves, everyone)\n", "",
+           "tests/io/test_checkpoint_jobs.py::test_two_ranks"),
+    Mutant("ranks may save different values", "jaxdist/checkpoint/writing.py", "!= math.prod(leaf.shape)", "< 0",
+           "tests/io/test_checkpoint_jobs.py::test_two_ranks"),
     Mutant("damage is not passed over", "jaxdist/checkpoint/reading.py",
            "        except (DamagedError, FileNotFoundError) as failure:",
            "        except FileNotFoundError as failure:", "tests/io/test_damage.py::test_the_one_before"),

@@ -4,6 +4,7 @@ Orbax can read them too, but a failed read closes its event loop, and all others
 """
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist import compat
-from jaxdist.checkpoint.checksum import MODULUS, checksum
+from jaxdist.checkpoint.checksum import Bounds, Checksums, checksum, total
 from jaxdist.checkpoint.directory import ITEM
 from jaxdist.checkpoint.manifest import PYTHON, DamagedError, Leaf, Leaves, Name, is_padded_inside, unreadable
 from jaxdist.errors import CheckpointError
 from jaxdist.placements.layouts import Padded
 from jaxdist.step.batch import is_keys
 
-Bounds = tuple[tuple[int, int], ...]  # a slice's begin and end along each dimension
-Checksums = dict[Bounds, int]
 _INDEX_IN_MEMORY = 100_000_000  # bytes of the database's index; without a limit nothing is cached
 
 
@@ -72,7 +71,7 @@ def _spec(item: Path, name: Name) -> dict[str, Any]:
 
 
 def read(directory: Path, leaves: Leaves, like: dict[Name, Any]) -> tuple[dict[Name, Any], dict[Name, Checksums]]:
-    """Return leaves like their counterparts, and the checksums of this process's slices where others have more."""
+    """Return leaves like their counterparts, and the checksums of the slices that this process has read."""
     import tensorstore as ts
 
     def result(future: Any, name: Name) -> Any:
@@ -93,22 +92,25 @@ def read(directory: Path, leaves: Leaves, like: dict[Name, Any]) -> tuple[dict[N
         if name in opened:
             array = result(opened.pop(name), name)
             if tuple(array.shape) != leaf.shape or array.dtype.numpy_dtype != leaf.dtype:
-                raise differs(directory, name)
+                raise _differs(directory, name)
             reads += [_fill(block, at, array) for at, block in blocks.items()]
     values: dict[Name, Any] = {}
-    partly: dict[Name, Checksums] = {}
+    sums: dict[Name, Checksums] = {}
     for name, leaf in leaves.items():
         blocks, reads = begun.pop(name)
         for reading in reads:
             result(reading, name)
-        sums = {at: checksum(block, [a for a, _ in at]) for at, block in blocks.items()} if leaf.dtype else {}
-        sharding, _ = _place(like[name], leaf)
-        if sharding and not (sharding.is_fully_addressable or sharding.is_fully_replicated):
-            partly[name] = sums
-        elif sum(sums.values()) % MODULUS != leaf.digest:
-            raise differs(directory, name)
+        if leaf.dtype:
+            sums[name] = {at: checksum(block, [a for a, _ in at]) for at, block in blocks.items()}
         values[name] = _placed(blocks, like[name], leaf)
-    return values, partly
+    return values, sums
+
+
+def compare(directory: Path, leaves: Leaves, everyone: Sequence[dict[Name, Checksums]]) -> None:
+    """Raise an error if what the ranks have read differs from what was saved."""
+    for name in everyone[0]:
+        if total(sums[name] for sums in everyone) != leaves[name].digest:
+            raise _differs(directory, name)
 
 
 def _fill(block: np.ndarray, at: Bounds, array: Any) -> Any:
@@ -119,7 +121,7 @@ def _fill(block: np.ndarray, at: Bounds, array: Any) -> Any:
     return ts.array(block)[tuple(slice(0, s.stop - s.start) for s in real)].write(array[real])
 
 
-def differs(directory: Path, name: Name) -> DamagedError:
+def _differs(directory: Path, name: Name) -> DamagedError:
     """Return the error about a leaf that differs from the saved one."""
     return DamagedError(f"leaf {'.'.join(name)} of checkpoint {directory} is damaged: its digest does not match")
 

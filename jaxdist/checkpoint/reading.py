@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import arrays, manifest
-from jaxdist.checkpoint.checksum import MODULUS
 from jaxdist.checkpoint.directory import absolute, passed_over, steps
 from jaxdist.checkpoint.manifest import PYTHON, DamagedError, Leaf, Leaves, Name, kind_of, named
 from jaxdist.checkpoint.writing import await_pending
@@ -70,10 +69,7 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T
         try:
             # Reading may take much longer on one rank than on the others.
             (state, leaves), everyone = on_every_rank(ctx, "restore", read, raises=_ERRORS, patient=True)
-            for name in everyone[0]:  # leaves that each rank has read in part; several may have read the same slice
-                slices = {one for partly in everyone for one in partly[name].items()}
-                if sum(checksum for _, checksum in slices) % MODULUS != leaves[name].digest:
-                    raise arrays.differs(root / str(found), name)
+            arrays.compare(root / str(found), leaves, everyone)
         except (DamagedError, FileNotFoundError) as failure:
             failed[found] = failure
             continue
@@ -114,7 +110,8 @@ def read_all(path: str | os.PathLike[str]) -> tuple[Path, dict[str, np.ndarray |
     leaves = manifest.read(directory, int(directory.name) if directory.name.isdecimal() else None)
     kinds = {kind.__name__: kind for kind in PYTHON}
     like = {name: np.zeros((), leaf.dtype) if leaf.dtype else kinds[leaf.kind]() for name, leaf in leaves.items()}
-    values = arrays.read(directory, leaves, like)[0]
+    values, sums = arrays.read(directory, leaves, like)
+    arrays.compare(directory, leaves, [sums])
     return directory, {".".join(name): x if isinstance(x, str) else np.asarray(x) for name, x in values.items()}
 
 
@@ -159,9 +156,9 @@ def _read_own(root: Path, step: int, like: Any) -> Part[tuple[Any, Leaves]]:
         )
     leaves, wanted = manifest.read(directory, step), named(like)
     _check_leaves(directory, wanted, leaves)
-    values, partly = arrays.read(directory, leaves, wanted)
+    values, sums = arrays.read(directory, leaves, wanted)
     state = jax.tree.unflatten(jax.tree.structure(like), [values[name] for name in wanted])
-    return Part((state, leaves), told=partly)
+    return Part((state, leaves), told=sums)
 
 
 def _check_leaves(where: Path, like: dict[Name, Any], leaves: Leaves) -> None:

@@ -2,12 +2,14 @@
 
 import contextlib
 import functools
+import math
 import os
 import queue
 import secrets
 import shutil
 import socket
 import threading
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist import compat
-from jaxdist.agreement import sync
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import arrays, directory, manifest
-from jaxdist.checkpoint.checksum import MODULUS, share_of
+from jaxdist.checkpoint.checksum import Checksums, checksums, total
 from jaxdist.checkpoint.manifest import PYTHON, Leaf, Name, brief, kind_of, named, on_host, refusal, stored_form
 from jaxdist.compat import under_no_mesh
 from jaxdist.control import failfast
-from jaxdist.errors import CheckpointError, SyncError
+from jaxdist.errors import CheckpointError
 from jaxdist.extras import need
 from jaxdist.placements.layouts import Padded, copied, physical
 from jaxdist.runtime.context import Context, get_context
@@ -146,15 +147,14 @@ def save(
         _check(leaves, step, keep)
         if ctx.is_root:
             _make_ready(final)
-        asked = ("the checkpoint", str(final)), ("keep", str(keep))
+        kinds = [(f"leaf {'.'.join(name)}", kind_of(x)) for name, x in leaves.items()]
+        asked = ("the checkpoint", str(final)), ("keep", str(keep)), *kinds
         return Part((final, leaves), asked, secrets.token_hex(8))
 
     errors, advice = (CheckpointError, FileExistsError, ValueError, TypeError, ImportError), "Pass the same everywhere"
-    (final, leaves), told = on_every_rank(ctx, "save", prepare, raises=errors, advice=advice)
-    if ctx.size > 1:
-        _compare(ctx, leaves)
+    (final, leaves), tokens = on_every_rank(ctx, "save", prepare, raises=errors, advice=advice)
     parts = {name: _part(ctx, x, copy=not wait) for name, x in leaves.items()}
-    token = told[0]
+    token = tokens[0]
     # A new name, so leftovers of a killed job do not matter.
     temporary = final.with_name(f"{step}.{token}{directory.UNFINISHED}")
 
@@ -173,8 +173,8 @@ def save(
 
     def write() -> None:
         try:
-            shares = on_each(lambda: _write(ctx, temporary / directory.ITEM, parts))
-            on_each(lambda: _conclude(temporary, final, parts, shares) if ctx.is_root else None)
+            told = on_each(lambda: _write(ctx, temporary / directory.ITEM, parts))
+            on_each(lambda: _conclude(temporary, final, parts, told) if ctx.is_root else None)
         except BaseException:
             if ctx.is_root:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -218,30 +218,15 @@ def _make_ready(final: Path) -> None:
         raise FileExistsError(f"{final} already exists: restore it, remove it, or save into a different directory")
 
 
-def _compare(ctx: Context, leaves: dict[Name, Any]) -> None:
-    """Check that types, shapes and (unless each rank has a part) values agree on all ranks."""
-    seen: dict[str, Any] = {}
-    for name, x in leaves.items():
-        label = ".".join(name)
-        if isinstance(x, (jax.Array, Padded)) and not (x.is_fully_addressable or physical(x).is_fully_replicated):
-            seen[label] = kind_of(x)
-        elif type(x) in PYTHON:
-            seen[label] = x
-        else:
-            seen[label] = x.addressable_data(0) if isinstance(x, jax.Array) and is_keys(x) else on_host(x)
-    try:
-        sync.compare(ctx, seen, "save", "the ranks would save different states: leaf ")
-    except SyncError as error:
-        raise CheckpointError(f"{error}. Compute per-rank values from ctx.rank after restore") from None
-
-
-Parts = dict[Name, tuple[Leaf, Any]]  # without digests; the arrays that this rank writes, whole or in part, or None
+# The arrays that this rank writes, whole or in part; the checksums of those that only the root writes.
+Parts = dict[Name, tuple[Leaf, Any]]
 
 
 def _part(ctx: Context, x: Any, copy: bool) -> tuple[Leaf, Any]:
     """Prepare a leaf for writing; copy it if training continues meanwhile."""
     if type(x) in PYTHON:
-        return Leaf(kind_of(x), str(x) if isinstance(x, str) else x), None
+        text = str(x) if isinstance(x, str) else x
+        return Leaf(kind_of(x), text), {(): zlib.crc32(repr(text).encode())}
     key = str(jax.random.key_impl(x)) if is_keys(x) else None
     kind, weak, x = kind_of(x), bool(getattr(x, "weak_type", False)), stored_form(x)
     leaf = Leaf(kind, None, tuple(x.shape), np.dtype(x.dtype).name, 0, key, weak)
@@ -249,23 +234,33 @@ def _part(ctx: Context, x: Any, copy: bool) -> tuple[Leaf, Any]:
     in_shards = isinstance(getattr(array, "sharding", None), NamedSharding) and not array.is_fully_replicated
     if in_shards and x.size and (ctx.size == 1 or not array.is_fully_addressable):
         return leaf, copied(array, array.sharding) if copy else array
-    return leaf, np.array(on_host(x), copy=copy or None) if ctx.is_root and x.size else None
+    whole = on_host(x)
+    if ctx.is_root and x.size:
+        return leaf, np.array(whole, copy=copy or None)
+    return leaf, checksums(whole, whole.shape)
 
 
-def _write(ctx: Context, item: Path, parts: Parts) -> list[int]:
-    """Write this rank's part, and return its share in the digest of each leaf."""
-    mine = {name: value for name, (_, value) in parts.items() if value is not None}
+def _write(ctx: Context, item: Path, parts: Parts) -> list[Checksums]:
+    """Write this rank's part, and return its checksums of each leaf."""
+    mine = {name: x for name, (_, x) in parts.items() if not isinstance(x, dict)}
     item.mkdir(parents=True, exist_ok=True)
     if mine:
         arrays.write(mine, item, ctx.rank)
-    return [0 if value is None else share_of(value, leaf.shape, ctx.is_root) for leaf, value in parts.values()]
+    return [x if isinstance(x, dict) else checksums(x, leaf.shape) for leaf, x in parts.values()]
 
 
-def _conclude(temporary: Path, final: Path, parts: Parts, shares: list[list[int]]) -> None:
+def _conclude(temporary: Path, final: Path, parts: Parts, told: list[list[Checksums]]) -> None:
     """Complete the checkpoint that all ranks have written, and give it its name (root only)."""
-    digests = [sum(of) % MODULUS for of in zip(*shares, strict=True)]
-    leaves = {name: leaf._replace(digest=d) for (name, (leaf, _)), d in zip(parts.items(), digests, strict=True)}
-    mine = {name: leaf.shape for name, (leaf, value) in parts.items() if value is not None}
+    leaves = dict[Name, Leaf]()
+    for (name, (leaf, _)), of_ranks in zip(parts.items(), zip(*told, strict=True), strict=True):
+        slices = {one for own in of_ranks for one in own.items()}
+        if sum(math.prod(b - a for a, b in at) for at, _ in slices) != math.prod(leaf.shape):
+            raise CheckpointError(
+                f"leaf {'.'.join(name)} differs between the ranks (jaxdist.check_sync(state) names them). Compute "
+                "per-rank values from ctx.rank after restore"
+            )
+        leaves[name] = leaf._replace(digest=total(of_ranks))
+    mine = {name: leaf.shape for name, (leaf, x) in parts.items() if not isinstance(x, dict)}
     if mine:
         padded = {name: shape for name, shape in mine.items() if parts[name][1].shape != shape}
         arrays.finalize(temporary / directory.ITEM, padded)
