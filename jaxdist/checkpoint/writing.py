@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist import compat
+from jaxdist.agreement.description import list_ranks, unlike_the_root
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import arrays, directory, manifest
 from jaxdist.checkpoint.checksum import Checksums, checksums, total
@@ -256,7 +257,7 @@ def _conclude(temporary: Path, final: Path, parts: Parts, told: list[list[Checks
         slices = {one for own in of_ranks for one in own.items()}
         if sum(math.prod(b - a for a, b in at) for at, _ in slices) != math.prod(leaf.shape):
             raise CheckpointError(
-                f"leaf {'.'.join(name)} differs between the ranks (jaxdist.check_sync(state) names them). Compute "
+                f"leaf {'.'.join(name)} of rank {list_ranks(unlike_the_root(of_ranks))} differs from rank 0's. Compute "
                 "per-rank values from ctx.rank after restore"
             )
         leaves[name] = leaf._replace(digest=total(of_ranks))

@@ -25,7 +25,7 @@ BAD = {
     "nothing there": ("FileNotFoundError", "rank 0", "bad_calls"),
     "another folder": ("CheckpointError", "bad_calls0/1 on rank 0", "bad_calls1/1 on rank 1"),
     "another shape": ("CheckpointError", "leaf w", "[2] on rank 0", "[3] on rank 1"),
-    "another value": ("CheckpointError", "leaf w", "ranks"),
+    "another value": ("CheckpointError", "leaf w", "rank 0", "rank 1"),
     "no leaf": ("TypeError", "rank 1", "leaf w"),
     "no folder": ("CheckpointError", "rank 0", "/proc/none"),
     "another like": ("CheckpointError", "rank 1", "leaf w", "[3]", "[4]"),
@@ -46,7 +46,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert (kind, "leaf w" in message, restored) == ("CheckpointError", True, [10, True]), message
         check(bad_calls[rank], BAD)
         check(not_shared[rank], {"save": ("CheckpointError", "run/1"), "restore": ("FileNotFoundError", "rank 1")})
-        expected = {n: ("CheckpointError", n, "rank") for n in other_leaves[rank]}
+        expected = {n: ("CheckpointError", n, "rank 0", "rank 1") for n in other_leaves[rank]}
         assert len(expected) == 8
         check(other_leaves[rank], expected)
         assert max(len(message) for _, message in other_leaves[rank].values()) < 720
