@@ -60,8 +60,9 @@ def _handler(rank: int) -> Any:
         primary_host=0, active_processes={rank}, barrier_sync_key_prefix=f"rank{rank}"
     )
     # Weights hardly compress, and writing would take three times as long.
-    plain = functools.partial(ocp.PyTreeCheckpointHandler, use_ocdbt=True, use_zarr3=True, use_compression=False)
-    return plain(multiprocessing_options=alone)
+    return ocp.PyTreeCheckpointHandler(
+        use_ocdbt=True, use_zarr3=True, use_compression=False, multiprocessing_options=alone
+    )
 
 
 def _spec(item: Path, name: Name) -> dict[str, Any]:

@@ -5,7 +5,6 @@ the product of one factor per axis, and all are added modulo 2^64 (multilinear h
 Any flipped bit changes the sum; other damage is missed with a probability of about 2^-32.
 """
 
-import functools
 import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -85,7 +84,7 @@ def checksum(part: np.ndarray, start: Sequence[int]) -> int:
     last = first + words.shape[1]
     for block in range(first // _BLOCK, -(-last // _BLOCK)):
         a, b = max(first, block * _BLOCK), min(last, (block + 1) * _BLOCK)
-        factors = _table()[a - block * _BLOCK : b - block * _BLOCK]
+        factors = _TABLE[a - block * _BLOCK : b - block * _BLOCK]
         of_block = int(_odd(np.array([block], np.uint64), 1)[0])
         found += of_block * _sum(words[:, a - first : b - first], of_rows, factors)
     return found % (1 << 64)
@@ -99,14 +98,12 @@ def _sum(rows: np.ndarray, of_rows: np.ndarray, factors: np.ndarray) -> int:
     return total
 
 
-@functools.cache
-def _table() -> np.ndarray:
-    return _odd(np.arange(_BLOCK, dtype=np.uint64), 0)
-
-
 def _odd(places: np.ndarray, role: int) -> np.ndarray:
     """Return a pseudo-random odd number per place, by SplitMix64; NumPy's generators may change."""
     x = (places + np.uint64((role << 44) + 1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (x ^ (x >> np.uint64(31))) | np.uint64(1)
+
+
+_TABLE = _odd(np.arange(_BLOCK, dtype=np.uint64), 0)

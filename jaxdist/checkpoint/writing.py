@@ -135,9 +135,6 @@ def save(
       >>> _ = jaxdist.save(path, {"w": jnp.arange(3.0), "epoch": 1}, step=10)
       >>> jaxdist.restore(path, {"w": jnp.zeros(3), "epoch": 0})["epoch"]
       1
-
-    References:
-      Orbax, *PyTreeCheckpointHandler*: the format, which ``orbax.checkpoint.CheckpointManager(path)`` reads.
     """
     ctx = get_context()
     await_pending()

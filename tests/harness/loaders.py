@@ -10,15 +10,16 @@ import numpy as np
 from jaxdist.data import loader as module  # private: hypothesis runs hundreds of jobs of several ranks in one process
 
 
-def make(source: Any, batch_size: int, rank: int = 0, size: int = 1, **settings: Any) -> module.Loader:
+def make(
+    source: Any, batch_size: int, rank: int = 0, size: int = 1, prefetch: int = 0, **settings: Any
+) -> module.Loader:
     """The loader of one rank of several, that finds the others agree."""
     context: Any = SimpleNamespace(
         rank=rank, size=size, is_root=rank == 0, timeout=1.0, parts=lambda mesh: ((rank,), size),
         control=SimpleNamespace(exchange=lambda name, mine, timeout: [mine] * size),
     )  # fmt: skip
-    settings = {"prefetch": 0} | settings
     with mock.patch.object(module, "get_context", return_value=context):
-        return module.loader(source, batch_size, **settings)
+        return module.loader(source, batch_size, prefetch=prefetch, **settings)
 
 
 def ranks(source: Any, size: int, batch_size: int, **settings: Any) -> list[module.Loader]:
