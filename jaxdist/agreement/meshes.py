@@ -5,7 +5,7 @@ import itertools
 
 from jax.sharding import Mesh
 
-from jaxdist.agreement.description import by_value, listed
+from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.mesh import along, axes_of_mesh, passes, ranks_of
 from jaxdist.runtime import gloo
 from jaxdist.runtime.context import Context
@@ -17,12 +17,10 @@ def connect(context: Context, mesh: Mesh) -> None:
     ranks, names = ranks_of(mesh), [axis.name for axis in passes(mesh)]
     if context.size == 1 or (len(names) < 2 and list(mesh.devices.flat) == context.devices):
         return
-    said = f"mesh={dict(mesh.shape)} over the ranks {', '.join(map(str, ranks))}"
-    meshes = by_value(context.control.exchange("the mesh of a step", said, context.timeout, said))
-    if len(meshes) > 1:
-        raise ValueError(f"the ranks use different meshes: {listed(meshes)}. Pass the same on every rank")
+    said = f"{dict(mesh.shape)} over the ranks {', '.join(map(str, ranks))}"
+    on_every_rank(context, "parallel", lambda: Part(None, (("mesh", said),)))
     if set(ranks) != set(range(context.size)):
-        raise ValueError(f"{said}: the job has {context.size} ranks, and a step runs on all of them")
+        raise ValueError(f"mesh={said}: the job has {context.size} ranks, and a step runs on all of them")
     for chosen in (some for k in range(1, len(names) + 1) for some in itertools.combinations(names, k)):
         if context.communicator == "mpi":
             from jaxdist.communicators.mpi_groups import of_group

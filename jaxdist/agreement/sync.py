@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jaxdist.agreement.description import by_value, grouped, list_ranks, listed
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.compat import under_no_mesh
-from jaxdist.errors import SyncError, in_words
+from jaxdist.errors import SyncError
 from jaxdist.ir.fingerprint import checksum, on_host, type_text
 from jaxdist.placements.layouts import Padded, physical
 from jaxdist.runtime.context import Context, get_context
@@ -68,10 +68,7 @@ def compare(context: Context, tree: Any, tag: str, prefix: str) -> None:
     """`check_sync`, for `context`'s job."""
 
     def examine() -> Part[list[Leaf]]:
-        try:
-            leaves = [_leaf(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
-        except Exception as error:
-            raise SyncError(f"{prefix} can't be compared: {in_words(error)}") from error
+        leaves = [_leaf(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
         kinds = [(leaf.name, leaf.kind) for leaf in leaves]
         uniform = all(len({s for _, s in sums}) == 1 for leaf in leaves for _, sums in leaf.parts)
         bits = grouped((part, (leaf.name, sums[0][1])) for leaf in leaves for part, sums in leaf.parts)
@@ -99,23 +96,14 @@ def _differences(everyone: Sequence[Sequence[Leaf]]) -> list[str]:
         parts = [dict(table[name].parts) for table in tables]
         for part in sorted({part for own in parts for part in own}):
             sums = [own.get(part, ()) for own in parts]
-            groups = grouped((s, (rank, device)) for rank, own in enumerate(sums) for device, s in own)
+            places = lambda rank, device: f"rank {rank}" + (f" device {device}" if device else "")
+            groups = grouped((s, places(rank, device)) for rank, own in enumerate(sums) for device, s in own)
             if len(groups) > 1:
-                holders = list(map(len, sums))
                 most, *rest = sorted(groups.values(), key=len, reverse=True)  # of equals the one with the lowest rank
-                odd = "; others again on ".join(_places(group, holders) for group in rest)
+                odd = "; others again on ".join(map(list_ranks, rest))
                 where = f"{name} ({next(iter(kinds))}){part and f', {part},'}"
-                found.append(f"{where} has other bits on {odd} than on {_places(most, holders)}")
+                found.append(f"{where} has other bits on {odd} than on {list_ranks(most)}")
     return found
-
-
-def _places(group: Sequence[tuple[int, str]], holders: Sequence[int]) -> str:
-    """Ranks; with their devices, where only some of a rank's are meant."""
-    devices = grouped(group)
-    parts = [f"rank {rank} device {list_ranks(some)}" for rank, some in devices.items() if len(some) < holders[rank]]
-    if whole := [rank for rank, all_of_them in devices.items() if len(all_of_them) == holders[rank]]:
-        parts.insert(0, f"rank {list_ranks(whole)}")
-    return " and ".join(parts)
 
 
 def _leaf(name: str, x: Any) -> Leaf:

@@ -4,6 +4,7 @@ Orbax can read them too, but a failed read closes its event loop, and all others
 """
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist import compat
-from jaxdist.checkpoint.checksum import share_of
+from jaxdist.checkpoint.checksum import Bounds, Checksums, checksum, total
 from jaxdist.checkpoint.directory import ITEM
-from jaxdist.checkpoint.manifest import DamagedError, Leaf, Leaves, Name, is_padded_inside, unreadable
+from jaxdist.checkpoint.manifest import PYTHON, DamagedError, Leaf, Leaves, Name, is_padded_inside, unreadable
 from jaxdist.errors import CheckpointError
-from jaxdist.placements.layouts import Padded, physical
+from jaxdist.placements.layouts import Padded
 from jaxdist.step.batch import is_keys
 
-Bounds = tuple[tuple[int, int], ...]  # a slice's begin and end along each dimension
 _INDEX_IN_MEMORY = 100_000_000  # bytes of the database's index; without a limit nothing is cached
 
 
@@ -60,8 +60,9 @@ def _handler(rank: int) -> Any:
         primary_host=0, active_processes={rank}, barrier_sync_key_prefix=f"rank{rank}"
     )
     # Weights hardly compress, and writing would take three times as long.
-    plain = functools.partial(ocp.PyTreeCheckpointHandler, use_ocdbt=True, use_zarr3=True, use_compression=False)
-    return plain(multiprocessing_options=alone)
+    return ocp.PyTreeCheckpointHandler(
+        use_ocdbt=True, use_zarr3=True, use_compression=False, multiprocessing_options=alone
+    )
 
 
 def _spec(item: Path, name: Name) -> dict[str, Any]:
@@ -70,8 +71,8 @@ def _spec(item: Path, name: Name) -> dict[str, Any]:
     return {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": path}}
 
 
-def read(directory: Path, leaves: Leaves, like: dict[Name, Any]) -> tuple[dict[Name, Any], dict[Name, int]]:
-    """Return arrays like their counterparts, and this process's shares in digests of partly read ones."""
+def read(directory: Path, leaves: Leaves, like: dict[Name, Any]) -> tuple[dict[Name, Any], dict[Name, Checksums]]:
+    """Return leaves like their counterparts, and the checksums of the slices that this process has read."""
     import tensorstore as ts
 
     def result(future: Any, name: Name) -> Any:
@@ -83,82 +84,86 @@ def read(directory: Path, leaves: Leaves, like: dict[Name, Any]) -> tuple[dict[N
             raise unreadable(f"leaf {'.'.join(name)} of checkpoint {directory}", error) from None
 
     context = ts.Context({"cache_pool": {"total_bytes_limit": _INDEX_IN_MEMORY}})
-    stored = {name: leaf for name, leaf in leaves.items() if 0 not in leaf.shape}  # orbax refuses empty arrays
+    # Orbax refuses empty arrays.
+    stored = [name for name, leaf in leaves.items() if leaf.dtype and 0 not in leaf.shape]
     opened = {name: ts.open(_spec(directory / ITEM, name), open=True, read=True, context=context) for name in stored}
-    begun: dict[Name, dict[Bounds, Any]] = {}
-    for name, leaf in stored.items():
-        array = result(opened.pop(name), name)
-        if tuple(array.shape) != leaf.shape or array.dtype.numpy_dtype != leaf.dtype:
-            raise differs(directory, name)
-        bounds = _own_bounds(like[name], leaf.shape)
-        begun[name] = {one: array[tuple(slice(a, b) for a, b in one)].read() for one in bounds}
-    values: dict[Name, Any] = {}
-    shares: dict[Name, int] = {}
+    begun: dict[Name, tuple[dict[Bounds, np.ndarray], list[Any]]] = {}
     for name, leaf in leaves.items():
-        blocks = {one: np.asarray(result(block, name)) for one, block in begun.pop(name, {}).items()}
-        for one in () if name in stored else _own_bounds(like[name], leaf.shape):
-            blocks[one] = np.zeros([b - a for a, b in one], leaf.dtype)
-        values[name] = placed(blocks, like[name], leaf)
-        on_mesh = _on_mesh(like[name])
-        share = share_of(physical(values[name]) if on_mesh else next(iter(blocks.values())), leaf.shape, True)
-        if on_mesh and not (on_mesh[0].is_fully_addressable or on_mesh[0].is_fully_replicated):
-            shares[name] = share
-        elif share != leaf.digest:
-            raise differs(directory, name)
-    return values, shares
+        begun[name] = blocks, reads = _blocks(like[name], leaf), []
+        if name in opened:
+            array = result(opened.pop(name), name)
+            if tuple(array.shape) != leaf.shape or array.dtype.numpy_dtype != leaf.dtype:
+                raise _differs(directory, name)
+            reads += [_fill(block, at, array) for at, block in blocks.items()]
+    values: dict[Name, Any] = {}
+    sums: dict[Name, Checksums] = {}
+    for name, leaf in leaves.items():
+        blocks, reads = begun.pop(name)
+        for reading in reads:
+            result(reading, name)
+        if leaf.dtype:
+            sums[name] = {at: checksum(block, [a for a, _ in at]) for at, block in blocks.items()}
+        values[name] = _placed(blocks, like[name], leaf)
+    return values, sums
 
 
-def differs(directory: Path, name: Name) -> DamagedError:
+def compare(directory: Path, leaves: Leaves, everyone: Sequence[dict[Name, Checksums]]) -> None:
+    """Raise an error if what the ranks have read differs from what was saved."""
+    for name in everyone[0]:
+        if total(sums[name] for sums in everyone) != leaves[name].digest:
+            raise _differs(directory, name)
+
+
+def _fill(block: np.ndarray, at: Bounds, array: Any) -> Any:
+    """Begin to read a slice of an array; what is beyond the array's end is padding, and stays zero."""
+    import tensorstore as ts
+
+    real = tuple(slice(min(a, n), min(b, n)) for (a, b), n in zip(at, array.shape, strict=True))
+    return ts.array(block)[tuple(slice(0, s.stop - s.start) for s in real)].write(array[real])
+
+
+def _differs(directory: Path, name: Name) -> DamagedError:
     """Return the error about a leaf that differs from the saved one."""
     return DamagedError(f"leaf {'.'.join(name)} of checkpoint {directory} is damaged: its digest does not match")
 
 
-def _on_mesh(x: Any) -> tuple[NamedSharding, tuple[int, ...]] | None:
-    """Return a leaf's sharding and padded shape on the mesh, or None if this process alone has the whole leaf."""
+def _place(x: Any, leaf: Leaf) -> tuple[NamedSharding | None, tuple[int, ...]]:
+    """Return a leaf's place on the mesh and padded shape; no place if each process has the whole leaf to itself."""
     if type(x) is Padded:
-        return None if is_padded_inside(x) else (x.array.sharding, x.array.shape)  # type: ignore[return-value]
+        return (None, leaf.shape) if is_padded_inside(x) else (x.array.sharding, x.array.shape)  # type: ignore[return-value]
     own = getattr(x, "sharding", None)
-    return (own, tuple(x.shape)) if isinstance(own, NamedSharding) and not is_keys(x) else None
+    return own if isinstance(own, NamedSharding) else None, leaf.shape
 
 
-def _own_bounds(x: Any, shape: tuple[int, ...]) -> list[Bounds]:
-    """Return this process's slices of an array with this shape, placed like `x`."""
-    if not (on_mesh := _on_mesh(x)):
-        return [tuple((0, n) for n in shape)]
-    sharding, padded = on_mesh
-    return list({_bounds(index, shape): None for index in sharding.addressable_devices_indices_map(padded).values()})
+def _blocks(x: Any, leaf: Leaf) -> dict[Bounds, np.ndarray]:
+    """Return room for this process's slices of a leaf that will be placed like `x`; a number or string as it is."""
+    sharding, shape = _place(x, leaf)
+    indices = sharding.addressable_devices_indices_map(shape).values() if sharding else [(slice(None),) * len(shape)]
+    room = lambda at: np.zeros([b - a for a, b in at], leaf.dtype) if leaf.dtype else np.asarray(leaf.value)
+    return {at: room(at) for at in dict.fromkeys(_bounds(index, shape) for index in indices)}
 
 
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
-    """Return the part of a slice that is not padding."""
     return tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
 
 
-def placed(blocks: dict[Bounds, np.ndarray], x: Any, leaf: Leaf) -> Any:
-    """Return an array in the form and place of its counterpart `x`."""
-    if on_mesh := _on_mesh(x):
-        sharding, padded = on_mesh
-
-        def block(index: Any) -> np.ndarray:
-            real, sizes = blocks[_bounds(index, leaf.shape)], [b - a for a, b in _bounds(index, padded)]
-            padding = [(0, n - have) for n, have in zip(sizes, real.shape, strict=True)]
-            return np.pad(real, padding) if any(after for _, after in padding) else real
-
-        value = jax.make_array_from_callback(padded, sharding, block)
-    else:
-        value = _off_mesh(next(iter(blocks.values())), x, leaf)
-    if isinstance(value, jax.Array) and not is_keys(value):
-        value = compat.with_weak_type(value, leaf.weak)
-    return Padded(value, x.layout) if type(x) is Padded else value
-
-
-def _off_mesh(value: np.ndarray, x: Any, leaf: Leaf) -> Any:
+def _placed(blocks: dict[Bounds, np.ndarray], x: Any, leaf: Leaf) -> Any:
+    """Return a leaf in the form and place of its counterpart `x`."""
+    whole = next(iter(blocks.values()))
+    if type(x) in PYTHON:
+        return type(x)(whole if leaf.dtype else leaf.value)
     if isinstance(x, (np.generic, np.ndarray)):
-        value = value.astype(x.dtype, copy=False)
-        return value[()] if isinstance(x, np.generic) else value
-    sharding = x.array.sharding if type(x) is Padded else getattr(x, "sharding", None)
-    value = x.layout.padded(value) if type(x) is Padded else value
-    # Not device_put, which refuses a mesh of several processes.
-    on_mesh = isinstance(sharding, NamedSharding)
-    array = jax.make_array_from_callback(value.shape, sharding, value.__getitem__) if on_mesh else jnp.asarray(value)
-    return jax.random.wrap_key_data(array, impl=leaf.key) if is_keys(x) else array
+        whole = whole.astype(x.dtype, copy=False)
+        return whole[()] if isinstance(x, np.generic) else whole
+    sharding, shape = _place(x, leaf)
+    if sharding:
+        value = jax.make_array_from_callback(shape, sharding, lambda index: blocks[_bounds(index, shape)])
+    elif type(x) is Padded:
+        whole = x.layout.padded(whole)
+        value = jax.make_array_from_callback(whole.shape, x.array.sharding, whole.__getitem__)
+    else:
+        value = jnp.asarray(whole)
+    if is_keys(x):
+        return jax.random.wrap_key_data(value, impl=leaf.key)
+    value = compat.with_weak_type(value, leaf.weak)
+    return Padded(value, x.layout) if type(x) is Padded else value

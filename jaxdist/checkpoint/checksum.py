@@ -5,9 +5,8 @@ the product of one factor per axis, and all are added modulo 2^64 (multilinear h
 Any flipped bit changes the sum; other damage is missed with a probability of about 2^-32.
 """
 
-import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +16,8 @@ from jaxdist.checkpoint.manifest import kind_of, on_host, stored_form
 from jaxdist.placements.layouts import physical
 from jaxdist.runtime.context import get_context
 
-MODULUS = 1 << 64
+Bounds = tuple[tuple[int, int], ...]  # a slice's begin and end along each dimension
+Checksums = dict[Bounds, int]
 _BLOCK = 1 << 14  # positions per table of factors; each block has one more factor
 _AT_ONCE = 1 << 17  # words widened to 64 bits together, to stay in the cache
 
@@ -42,37 +42,40 @@ def digest(tree: Any) -> int:
       (True, False)
     """
     ctx = get_context()
-    names, shares = list[str](), list[int]()
+    names, sums = list[str](), list[Checksums]()
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         text = isinstance(x, str)
         x = stored_form(x if text or hasattr(x, "dtype") else np.asarray(x))
         names.append(f"{jax.tree_util.keystr(path)}: {repr(x) if text else kind_of(x)}")
-        shares.append(0 if text else share_of(physical(x), x.shape, ctx.is_root))
-    everyone = ctx.control.exchange("digest", shares, ctx.timeout)
-    sums = [sum(of) % MODULUS for of in zip(*everyone, strict=True)]
-    return int(hashlib.sha256(repr((names, sums)).encode()).hexdigest()[:13], 16)
+        sums.append({} if text else checksums(physical(x), x.shape))
+    totals = [total(of) for of in zip(*ctx.control.exchange("digest", sums, ctx.timeout), strict=True)]
+    return int(hashlib.sha256(repr((names, totals)).encode()).hexdigest()[:13], 16)
 
 
-def share_of(array: Any, shape: Sequence[int], is_root: bool) -> int:
-    """Return this process's share in an array's digest; there may be padding beyond `shape`."""
+def total(everyone: Iterable[Checksums]) -> int:
+    """Return the digest of an array, of whose slices several ranks may have the same."""
+    return sum(value for _, value in {one for own in everyone for one in own.items()}) % (1 << 64)
+
+
+def checksums(array: Any, shape: Sequence[int]) -> Checksums:
+    """Return the checksum of each slice that this process has of an array; there may be padding beyond `shape`."""
     if not isinstance(array, jax.Array) or array.is_fully_replicated:
-        value = on_host(array)
-        return checksum(value, (0,) * value.ndim) if is_root else 0
-    total = 0
+        whole = on_host(array)
+        return {tuple((0, n) for n in whole.shape): checksum(whole, (0,) * whole.ndim)}
+    found: Checksums = {}
     for shard in array.addressable_shards:
-        if shard.replica_id == 0 and (is_root or not array.is_fully_addressable):  # count equal slices once
-            start = [at.start or 0 for at in shard.index]
-            real = tuple(slice(max(0, n - a)) for n, a in zip(shape, start, strict=True))
-            total += checksum(np.asarray(shard.data)[real], start)
-    return total % MODULUS
+        at = tuple(s.indices(n)[:2] for s, n in zip(shard.index, shape, strict=True))
+        if at not in found:
+            found[at] = checksum(np.asarray(shard.data)[tuple(slice(b - a) for a, b in at)], [a for a, _ in at])
+    return found
 
 
 def checksum(part: np.ndarray, start: Sequence[int]) -> int:
-    """Return the share in an array's digest of the slice that begins at `start`."""
+    """Return the part in an array's digest of the slice that begins at `start`."""
     if part.size == 0:
         return 0
     part, start = part.reshape(part.shape or (1,)), tuple(start) or (0,)
-    width, of_rows, total = max(part.dtype.itemsize // 4, 1), np.ones(1, np.uint64), 0
+    width, of_rows, found = max(part.dtype.itemsize // 4, 1), np.ones(1, np.uint64), 0
     words = np.ascontiguousarray(part).view(f"u{min(part.dtype.itemsize, 4)}").reshape(-1, part.shape[-1] * width)
     for d, n in enumerate(part.shape[:-1]):
         places = np.arange(start[d], start[d] + n, dtype=np.uint64)
@@ -81,10 +84,10 @@ def checksum(part: np.ndarray, start: Sequence[int]) -> int:
     last = first + words.shape[1]
     for block in range(first // _BLOCK, -(-last // _BLOCK)):
         a, b = max(first, block * _BLOCK), min(last, (block + 1) * _BLOCK)
-        factors = _table()[a - block * _BLOCK : b - block * _BLOCK]
+        factors = _TABLE[a - block * _BLOCK : b - block * _BLOCK]
         of_block = int(_odd(np.array([block], np.uint64), 1)[0])
-        total += of_block * _sum(words[:, a - first : b - first], of_rows, factors)
-    return total % MODULUS
+        found += of_block * _sum(words[:, a - first : b - first], of_rows, factors)
+    return found % (1 << 64)
 
 
 def _sum(rows: np.ndarray, of_rows: np.ndarray, factors: np.ndarray) -> int:
@@ -95,14 +98,12 @@ def _sum(rows: np.ndarray, of_rows: np.ndarray, factors: np.ndarray) -> int:
     return total
 
 
-@functools.cache
-def _table() -> np.ndarray:
-    return _odd(np.arange(_BLOCK, dtype=np.uint64), 0)
-
-
 def _odd(places: np.ndarray, role: int) -> np.ndarray:
     """Return a pseudo-random odd number per place, by SplitMix64; NumPy's generators may change."""
     x = (places + np.uint64((role << 44) + 1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (x ^ (x >> np.uint64(31))) | np.uint64(1)
+
+
+_TABLE = _odd(np.arange(_BLOCK, dtype=np.uint64), 0)

@@ -1,7 +1,6 @@
 """The directory of a run's checkpoints: its steps, its lock, adding and removing checkpoints."""
 
 import contextlib
-import datetime
 import errno
 import fcntl
 import os
@@ -120,10 +119,9 @@ def lock(path: Path) -> None:
             raise
         say_once(f"{file} is on a file system without locks: make sure that one job at a time saves there")
     _held[file] = fd
-    since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     with contextlib.suppress(OSError):  # on a full disk: the lock counts, not the text
         os.truncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}, since {since}".encode(), 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
 
 def _forget_locks() -> None:

@@ -1,5 +1,6 @@
 """`export`: arrays in one file that loads without jaxdist, with names of your choice."""
 
+import functools
 import os
 import re
 from collections.abc import Mapping
@@ -55,12 +56,10 @@ def write(file: Path, leaves: Mapping[str, np.ndarray | str], rename: Mapping[st
         raise ValueError(f"{file}: the name must end in .safetensors or .npz")
     renamed: dict[str, tuple[str, np.ndarray | str]] = {}
     for name, x in leaves.items():
-        new = name
-        for pattern, by in (rename or {}).items():
-            try:
-                new = re.sub(pattern, by, new)
-            except (re.error, IndexError) as error:
-                raise ValueError(f"rename {pattern!r} to {by!r}: {error}") from None
+        try:
+            new = functools.reduce(lambda text, rule: re.sub(*rule, text), (rename or {}).items(), name)
+        except (re.error, IndexError) as error:
+            raise ValueError(f"rename {rename}: {error}") from None
         if new in renamed:
             raise ValueError(f"rename: {renamed[new][0]} and {name} would both be {new!r}")
         renamed[new] = name, x

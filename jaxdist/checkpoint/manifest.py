@@ -82,11 +82,8 @@ def read(directory: Path, step: int | None) -> Leaves:
 def unreadable(what: str, error: Exception) -> CheckpointError:
     """Return the error about a file or leaf: damage, unless the system failed (a disk, rights, too many open files)."""
     text = brief(error)
-    if isinstance(error, OSError):
-        number = error.errno
-    else:
-        found = _SYSTEM_ERROR.search(str(error))
-        number = int(found[1]) if found else None
+    found = _SYSTEM_ERROR.search(str(error))
+    number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
     if number in _DAMAGE:
         return DamagedError(f"{what} is damaged: {text}")
     return CheckpointError(f"{what} can't be read: {text}. This is not damage: restore again once the cause is gone")

@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import arrays, manifest
-from jaxdist.checkpoint.checksum import MODULUS
 from jaxdist.checkpoint.directory import absolute, passed_over, steps
 from jaxdist.checkpoint.manifest import PYTHON, DamagedError, Leaf, Leaves, Name, kind_of, named
 from jaxdist.checkpoint.writing import await_pending
@@ -69,11 +68,8 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T
         read = functools.partial(_read_own, root, found, like)
         try:
             # Reading may take much longer on one rank than on the others.
-            (state, leaves), shares = on_every_rank(ctx, "restore", read, raises=_ERRORS, patient=True)
-            # Arrays that each rank has read in part.
-            damaged = [name for name in shares[0] if sum(own[name] for own in shares) % MODULUS != leaves[name].digest]
-            if damaged:
-                raise arrays.differs(root / str(found), damaged[0])
+            (state, leaves), everyone = on_every_rank(ctx, "restore", read, raises=_ERRORS, patient=True)
+            arrays.compare(root / str(found), leaves, everyone)
         except (DamagedError, FileNotFoundError) as failure:
             failed[found] = failure
             continue
@@ -112,11 +108,11 @@ def read_all(path: str | os.PathLike[str]) -> tuple[Path, dict[str, np.ndarray |
     if not (directory / manifest.FILE).exists():
         raise FileNotFoundError(f"{path} is not a checkpoint: expected a step, such as run/checkpoints/100")
     leaves = manifest.read(directory, int(directory.name) if directory.name.isdecimal() else None)
-    stored = {name: leaf for name, leaf in leaves.items() if leaf.dtype}
-    values: dict[Name, Any] = {name: leaf.value for name, leaf in leaves.items()}
-    values |= arrays.read(directory, stored, {name: np.zeros((), leaf.dtype) for name, leaf in stored.items()})[0]
-    numbers = {"complex": complex, "str": str}
-    return directory, {".".join(name): numbers.get(leaves[name].kind, np.asarray)(x) for name, x in values.items()}
+    kinds = {kind.__name__: kind for kind in PYTHON}
+    like = {name: np.zeros((), leaf.dtype) if leaf.dtype else kinds[leaf.kind]() for name, leaf in leaves.items()}
+    values, sums = arrays.read(directory, leaves, like)
+    arrays.compare(directory, leaves, [sums])
+    return directory, {".".join(name): x if isinstance(x, str) else np.asarray(x) for name, x in values.items()}
 
 
 def _find(root: Path, step: int | None, failed: dict[int, Exception]) -> int | None:
@@ -160,17 +156,9 @@ def _read_own(root: Path, step: int, like: Any) -> Part[tuple[Any, Leaves]]:
         )
     leaves, wanted = manifest.read(directory, step), named(like)
     _check_leaves(directory, wanted, leaves)
-    as_array = lambda name, x: np.zeros((), leaves[name].dtype) if type(x) in PYTHON else x
-    places = {name: as_array(name, x) for name, x in wanted.items() if leaves[name].dtype}
-    values, shares = arrays.read(directory, {name: leaves[name] for name in places}, places)
-    for name, x in wanted.items():
-        value = values.get(name, leaves[name].value)
-        if type(x) in PYTHON:
-            values[name] = type(x)(value)
-        elif name not in values:  # a number that a step has made an array
-            values[name] = arrays.placed({(): np.asarray(value)}, x, leaves[name])
+    values, sums = arrays.read(directory, leaves, wanted)
     state = jax.tree.unflatten(jax.tree.structure(like), [values[name] for name in wanted])
-    return Part((state, leaves), told=shares)
+    return Part((state, leaves), told=sums)
 
 
 def _check_leaves(where: Path, like: dict[Name, Any], leaves: Leaves) -> None:

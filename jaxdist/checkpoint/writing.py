@@ -1,14 +1,15 @@
 """`save`: write a checkpoint, in the background if asked, and give it its name once all of it is on disk."""
 
-import atexit
 import contextlib
 import functools
+import math
 import os
 import queue
 import secrets
 import shutil
 import socket
 import threading
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist import compat
-from jaxdist.agreement import sync
-from jaxdist.agreement.description import first_problem
-from jaxdist.agreement.every_rank import Part, on_every_rank, patience
+from jaxdist.agreement.description import list_ranks, unlike_the_root
+from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import arrays, directory, manifest
-from jaxdist.checkpoint.checksum import MODULUS, share_of
+from jaxdist.checkpoint.checksum import Checksums, checksums, total
 from jaxdist.checkpoint.manifest import PYTHON, Leaf, Name, brief, kind_of, named, on_host, refusal, stored_form
 from jaxdist.compat import under_no_mesh
 from jaxdist.control import failfast
-from jaxdist.errors import CheckpointError, SyncError
+from jaxdist.errors import CheckpointError
 from jaxdist.extras import need
 from jaxdist.placements.layouts import Padded, copied, physical
 from jaxdist.runtime.context import Context, get_context
@@ -38,94 +38,64 @@ _pending: "Saving | None" = None
 
 
 class Saving:
-    """A checkpoint that is being written."""
+    """A checkpoint that is being written, by a thread."""
 
-    def __init__(self, step: int):
+    def __init__(self, step: int, write: Callable[[], None]):
         self.step = step
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, args=(write,), name="jaxdist-save")
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:  # raised by wait()
+            self._error = error
 
     @api_boundary
     def wait(self) -> None:
         """Return when the checkpoint is complete and on disk everywhere; raise its error, once."""
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            error, self._error = self._error, None
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
             raise error
-
-    def _start(self, write: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                write()
-            except BaseException as error:  # raised by wait()
-                self._error = error
-
-        global _pending
-        _pending = self
-        self._thread = threading.Thread(target=run, name="jaxdist-save")
-        self._thread.start()
 
 
 def await_pending() -> None:
     """Wait for the save in the background, if any, and raise its error."""
-    global _pending
     if _pending is not None:
-        pending, _pending = _pending, None
-        pending.wait()
+        _pending.wait()
 
 
 @functools.cache
-def at_exit(ctx: Context) -> None:
+def _at_exit(ctx: Context) -> None:
     """Make the end of the script wait for the last save, and fail if that failed."""
     # Import here, since modules can no longer register exit handlers in the thread.
     import orbax.checkpoint  # noqa: F401
 
-    def end() -> None:  # before `jaxdist.runtime.farewell`
-        if _pending is not None and _pending._error is not None:
-            failfast.fail_at_exit(ctx.control, f"the script ended, but its last save had failed: {_pending._error}")
-
-    compat.before_threads_end(lambda: _pending and _pending._thread and _pending._thread.join())
-    atexit.register(end)
-
-
-def together(ctx: Context, what: str, tag: str, work: Callable[[], Any], conclude: Callable[[list[Any]], None]) -> None:
-    """Work on each rank, then conclude on the root, by mail, which works in threads; if any fails, all ranks raise."""
-    mine, cause = _attempt(work)
-    if ctx.is_root:
-        verdict = first_problem(what, {0: "interrupted"})
+    def end() -> None:
         try:
-            results = [mine, *(_await(ctx, tag, what, rank) for rank in range(1, ctx.size))]
-            problems = {rank: problem for rank, (problem, _) in enumerate(results) if problem}
-            if not problems:
-                (problem, _), cause = _attempt(lambda: conclude([value for _, value in results]))
-                problems = {0: problem} if problem else {}
-            verdict = first_problem(what, problems) if problems else ""
-        finally:
-            ctx.control.put(tag, verdict)
-    else:
-        ctx.control.put(tag, mine, to=0)
-        verdict = _await(ctx, tag, what, 0)
-    if cause is not None and not isinstance(cause, Exception):
-        raise cause  # Ctrl-C
-    if verdict:
-        raise CheckpointError(verdict) from cause
+            await_pending()
+        except BaseException as error:
+            failfast.fail_at_exit(ctx.control, f"the script ended, but its last save had failed: {error}")
+
+    compat.before_threads_end(end)
 
 
-def _attempt(work: Callable[[], Any]) -> tuple[tuple[str, Any], BaseException | None]:
-    try:
-        return ("", work()), None
-    except BaseException as error:  # Ctrl-C too: the other ranks would wait for this one
-        return (f"{brief(error)} (host {socket.gethostname()})", None), error
+def _by_mail(ctx: Context, tag: str, mine: Any) -> list[Any]:
+    """Return the value of each rank: an exchange in a thread, while the main thread makes its own."""
 
-
-def _await(ctx: Context, tag: str, what: str, rank: int) -> Any:
-    """Wait for a rank while it lives: the control channel notices its end, and ends this process."""
-    with patience(ctx, "save"):
-        while not ctx.control.ending:
+    def take(rank: int) -> Any:
+        while not ctx.control.ending:  # the control channel notices a rank's end, and ends this process
             with contextlib.suppress(queue.Empty):
                 return ctx.control.take(tag, rank, _SLICE)
-    raise CheckpointError(f"{what}: rank {ctx.rank} stops because the job is ending")
+        raise CheckpointError(f"save: rank {ctx.rank} stops because the job is ending")
+
+    if not ctx.is_root:
+        ctx.control.put(tag, mine, to=0)
+        return take(0)
+    everyone = [mine, *(take(rank) for rank in range(1, ctx.size))]
+    ctx.control.put(tag, everyone)
+    return everyone
 
 
 @api_boundary
@@ -165,9 +135,6 @@ def save(
       >>> _ = jaxdist.save(path, {"w": jnp.arange(3.0), "epoch": 1}, step=10)
       >>> jaxdist.restore(path, {"w": jnp.zeros(3), "epoch": 0})["epoch"]
       1
-
-    References:
-      Orbax, *PyTreeCheckpointHandler*: the format, which ``orbax.checkpoint.CheckpointManager(path)`` reads.
     """
     ctx = get_context()
     await_pending()
@@ -178,23 +145,34 @@ def save(
         _check(leaves, step, keep)
         if ctx.is_root:
             _make_ready(final)
-        asked = ("the checkpoint", str(final)), ("keep", str(keep))
+        kinds = [(f"leaf {'.'.join(name)}", kind_of(x)) for name, x in leaves.items()]
+        asked = ("the checkpoint", str(final)), ("keep", str(keep)), *kinds
         return Part((final, leaves), asked, secrets.token_hex(8))
 
     errors, advice = (CheckpointError, FileExistsError, ValueError, TypeError, ImportError), "Pass the same everywhere"
-    (final, leaves), told = on_every_rank(ctx, "save", prepare, raises=errors, advice=advice)
-    if ctx.size > 1:
-        _compare(ctx, leaves)
+    (final, leaves), tokens = on_every_rank(ctx, "save", prepare, raises=errors, advice=advice)
     parts = {name: _part(ctx, x, copy=not wait) for name, x in leaves.items()}
-    token = told[0]
+    token = tokens[0]
     # A new name, so leftovers of a killed job do not matter.
     temporary = final.with_name(f"{step}.{token}{directory.UNFINISHED}")
 
+    def on_each(work: Callable[[], Any]) -> list[Any]:
+        def part() -> Part[None]:
+            try:
+                return Part(None, told=work())
+            except Exception as error:
+                raise CheckpointError(
+                    f"checkpoint {final} was not written (earlier ones are unchanged): {brief(error)} "
+                    f"(host {socket.gethostname()})"
+                ) from error
+
+        exchange = functools.partial(_by_mail, ctx, f"save/{token}")
+        return on_every_rank(ctx, "save", part, raises=(CheckpointError,), patient=True, exchange=exchange)[1]
+
     def write() -> None:
-        what = f"checkpoint {final} was not written (earlier ones are unchanged)"
         try:
-            together(ctx, what, f"save/{token}", lambda: _write(ctx, temporary / directory.ITEM, parts),
-                     lambda shares: _conclude(temporary, final, parts, shares))  # fmt: skip
+            told = on_each(lambda: _write(ctx, temporary / directory.ITEM, parts))
+            on_each(lambda: _conclude(temporary, final, parts, told) if ctx.is_root else None)
         except BaseException:
             if ctx.is_root:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -202,12 +180,12 @@ def save(
         if ctx.is_root:
             directory.tidy(final, keep)
 
-    at_exit(ctx)
-    saving = Saving(int(step))
+    global _pending
+    _at_exit(ctx)
+    saving = _pending = Saving(int(step), write)
+    saving._thread.start()
     if wait:
-        write()
-    else:
-        saving._start(write)
+        saving.wait()
     return saving
 
 
@@ -238,30 +216,15 @@ def _make_ready(final: Path) -> None:
         raise FileExistsError(f"{final} already exists: restore it, remove it, or save into a different directory")
 
 
-def _compare(ctx: Context, leaves: dict[Name, Any]) -> None:
-    """Check that types, shapes and (unless each rank has a part) values agree on all ranks."""
-    seen: dict[str, Any] = {}
-    for name, x in leaves.items():
-        label = ".".join(name)
-        if isinstance(x, (jax.Array, Padded)) and not (x.is_fully_addressable or physical(x).is_fully_replicated):
-            seen[label] = kind_of(x)
-        elif type(x) in PYTHON:
-            seen[label] = x
-        else:
-            seen[label] = x.addressable_data(0) if isinstance(x, jax.Array) and is_keys(x) else on_host(x)
-    try:
-        sync.compare(ctx, seen, "save", "the ranks would save different states: leaf ")
-    except SyncError as error:
-        raise CheckpointError(f"{error}. Compute per-rank values from ctx.rank after restore") from None
-
-
-Parts = dict[Name, tuple[Leaf, Any]]  # without digests; the arrays that this rank writes, whole or in part, or None
+# The arrays that this rank writes, whole or in part; the checksums of those that only the root writes.
+Parts = dict[Name, tuple[Leaf, Any]]
 
 
 def _part(ctx: Context, x: Any, copy: bool) -> tuple[Leaf, Any]:
     """Prepare a leaf for writing; copy it if training continues meanwhile."""
     if type(x) in PYTHON:
-        return Leaf(kind_of(x), str(x) if isinstance(x, str) else x), None
+        text = str(x) if isinstance(x, str) else x
+        return Leaf(kind_of(x), text), {(): zlib.crc32(repr(text).encode())}
     key = str(jax.random.key_impl(x)) if is_keys(x) else None
     kind, weak, x = kind_of(x), bool(getattr(x, "weak_type", False)), stored_form(x)
     leaf = Leaf(kind, None, tuple(x.shape), np.dtype(x.dtype).name, 0, key, weak)
@@ -269,25 +232,33 @@ def _part(ctx: Context, x: Any, copy: bool) -> tuple[Leaf, Any]:
     in_shards = isinstance(getattr(array, "sharding", None), NamedSharding) and not array.is_fully_replicated
     if in_shards and x.size and (ctx.size == 1 or not array.is_fully_addressable):
         return leaf, copied(array, array.sharding) if copy else array
-    return leaf, np.array(on_host(x), copy=copy or None) if ctx.is_root and x.size else None
+    whole = on_host(x)
+    if ctx.is_root and x.size:
+        return leaf, np.array(whole, copy=copy or None)
+    return leaf, checksums(whole, whole.shape)
 
 
-def _write(ctx: Context, item: Path, parts: Parts) -> dict[Name, int]:
-    """Write this rank's part, and return its shares in the digests."""
-    mine = {name: value for name, (_, value) in parts.items() if value is not None}
+def _write(ctx: Context, item: Path, parts: Parts) -> list[Checksums]:
+    """Write this rank's part, and return its checksums of each leaf."""
+    mine = {name: x for name, (_, x) in parts.items() if not isinstance(x, dict)}
     item.mkdir(parents=True, exist_ok=True)
     if mine:
         arrays.write(mine, item, ctx.rank)
-    return {name: share_of(value, parts[name][0].shape, ctx.is_root) for name, value in mine.items()}
+    return [x if isinstance(x, dict) else checksums(x, leaf.shape) for leaf, x in parts.values()]
 
 
-def _conclude(temporary: Path, final: Path, parts: Parts, shares: list[dict[Name, int]]) -> None:
+def _conclude(temporary: Path, final: Path, parts: Parts, told: list[list[Checksums]]) -> None:
     """Complete the checkpoint that all ranks have written, and give it its name (root only)."""
-    leaves = {
-        name: leaf._replace(digest=sum(own.get(name, 0) for own in shares) % MODULUS)
-        for name, (leaf, _) in parts.items()
-    }
-    mine = {name: leaf.shape for name, (leaf, value) in parts.items() if value is not None}
+    leaves = dict[Name, Leaf]()
+    for (name, (leaf, _)), of_ranks in zip(parts.items(), zip(*told, strict=True), strict=True):
+        slices = {one for own in of_ranks for one in own.items()}
+        if sum(math.prod(b - a for a, b in at) for at, _ in slices) != math.prod(leaf.shape):
+            raise CheckpointError(
+                f"leaf {'.'.join(name)} of rank {list_ranks(unlike_the_root(of_ranks))} differs from rank 0's. Compute "
+                "per-rank values from ctx.rank after restore"
+            )
+        leaves[name] = leaf._replace(digest=total(of_ranks))
+    mine = {name: leaf.shape for name, (leaf, x) in parts.items() if not isinstance(x, dict)}
     if mine:
         padded = {name: shape for name, shape in mine.items() if parts[name][1].shape != shape}
         arrays.finalize(temporary / directory.ITEM, padded)

@@ -1,12 +1,12 @@
 """Documents of text or tokens, by index, from files that stay on disk."""
 
 import functools
-import hashlib
 import itertools
 import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,42 +46,33 @@ def text_files(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
       ['one', 'two']
     """
     files = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
-    if split == "":
-        raise ValueError("text_files(split=''): expected a separator of documents, or None for one per file")
     found = Text(files, split)
     if next(iter(found), None) is None:
         raise ValueError(f"text_files({', '.join(files)}): found no documents")
     return found
 
 
+@dataclass(frozen=True)
 class Text:
     """The documents of text files, in order; made by `text_files`."""
 
-    def __init__(self, paths: Sequence[str], split: str | None):
-        self._paths, self._split = paths, split
+    paths: Sequence[str]
+    split: str | None
 
     def __iter__(self) -> Iterator[str]:
-        for path in self._paths:
+        for path in self.paths:
             try:
                 yield from filter(None, self._of(path))
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path} is not UTF-8 ({error}): convert the file, or leave it out") from None
 
     def _of(self, path: str) -> Iterator[str]:
-        rest, size = "", 1 << 24 if self._split else -1
+        rest, size = "", -1 if self.split is None else 1 << 24
         with Path(path).open(encoding="utf-8-sig") as file:
             for text in iter(functools.partial(file.read, size), ""):
-                *whole, rest = (rest + text).split(self._split) if self._split else [text]
+                *whole, rest = [text] if self.split is None else (rest + text).split(self.split)
                 yield from whole
         yield rest
-
-    def checksum(self) -> str:
-        """Return a checksum of the files' bytes."""
-        value = hashlib.blake2b()
-        for path in self._paths:
-            with Path(path).open("rb") as file:
-                value.update(hashlib.file_digest(file, "blake2b").digest())
-        return value.hexdigest()
 
 
 class Documents:
@@ -299,10 +290,8 @@ def _coded(i: int, ids: Any, dtype: np.dtype[Any]) -> np.ndarray:
 def _identity(documents: Any) -> dict[str, Any]:
     """Return properties that tell documents apart without encoding them."""
     found: dict[str, Any] = {"documents": len(documents)} if hasattr(documents, "__len__") else {}
-    if isinstance(documents, Text):
-        found["checksum of the documents"] = documents.checksum()
-    elif isinstance(documents, list | tuple):
-        found["checksum of the documents"] = functools.reduce(
+    if isinstance(documents, Text | list | tuple):
+        found["checksum of all documents"] = functools.reduce(
             lambda value, one: zlib.crc32(repr(one).encode(), value), documents, 0
         )
     return found

@@ -49,8 +49,7 @@ def evaluate(step: Callable[..., Any], *arguments: Any) -> Any:
     ctx = get_context()
     if isinstance(batches, Loader):
         _start(batches, ctx)
-    total = latest = None
-    count = 0
+    total, latest, count = None, None, 0
     for count, batch in enumerate(batches, 1):
         sums = step(*state, batch)
         if count == 1:

@@ -4,7 +4,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ from jaxdist.step.tracing import say_once
 
 Tail = Literal["drop", "keep"]
 State = dict[str, Any]
+R = TypeVar("R")
 _ERRORS = ValueError, TypeError, OSError, ImportError, DataError
 
 
@@ -77,7 +78,32 @@ def loader(
       [2, 3]
       [4]
     """
-    return Loader(get_context(), source, batch_size, shuffle, seed, tail, transform, mesh, workers, prefetch)
+    context = get_context()
+
+    def check() -> tuple[Reader, State]:
+        need("grain", "jaxdist.loader")
+        for name, value in {"batch_size": batch_size, "seed": seed, "workers": workers, "prefetch": prefetch}.items():
+            _check_integer(f"{name}={value!r}", value, int(name == "batch_size"))
+        if tail not in ("drop", "keep"):
+            raise ValueError(f"tail={tail!r}: 'drop' or 'keep'")
+        own, parts = context.parts(mesh)
+        size, seed_ = operator.index(batch_size), operator.index(seed)
+        data = Arrays(source) if isinstance(source, np.ndarray | jax.Array | dict | tuple) else source
+        streams = is_stream(data)
+        length = 1 if streams else len(data)
+        sampling = Sampling(length, size, own, parts, bool(shuffle), seed_, tail == "keep")
+        if streams:
+            _check_stream(shuffle, workers)
+        else:
+            _check_length(sampling, shuffle)
+        window = int(shuffle) if streams else None
+        return Reader(data, sampling, window, transform, workers, prefetch, context.size > 1), {
+            "len(source)": None if streams else length, "batch_size": size, "shuffle": shuffle, "seed": seed_,
+            "tail": tail, "mesh": dict(mesh.shape) if isinstance(mesh, Mesh) else mesh,
+            "the checksum of the first and last example": data.ends() if isinstance(data, Arrays) else 0,
+        }  # fmt: skip
+
+    return Loader(context, _agree(context, "loader", check))
 
 
 class Loader:
@@ -90,20 +116,8 @@ class Loader:
       (2, [[0, 1, 2, 3], [4, 5, 6, 7]], 1)
     """
 
-    def __init__(
-        self,
-        context: Context,
-        source: Any,
-        batch_size: int,
-        shuffle: bool | int,
-        seed: int,
-        tail: Tail,
-        transform: Callable[..., Any] | None,
-        mesh: Mesh | Sizes | None = None,
-        workers: int = 0,
-        prefetch: int = 0,
-    ):
-        self._context = context
+    def __init__(self, context: Context, reader: Reader):
+        self._context, self._reader = context, reader
         self._running: list[Any] = []  # the current iterator, if any, at self._at
         # At exit: before the interpreter drops objects that grain's iterators need to clean up.
         weakref.finalize(self, _close, self._running)
@@ -112,34 +126,6 @@ class Loader:
         self._drawn = 0
         self._begun = False  # a loop is inside this epoch, or left it early
         self._loop: object = None  # the latest loop
-        self._reader: Reader
-
-        def check() -> dict[str, Any]:
-            need("grain", "jaxdist.loader")
-            given = {"batch_size": batch_size, "seed": seed, "workers": workers, "prefetch": prefetch}
-            for name, value in given.items():
-                _check_integer(f"{name}={value!r}", value, int(name == "batch_size"))
-            if tail not in ("drop", "keep"):
-                raise ValueError(f"tail={tail!r}: 'drop' or 'keep'")
-            own, parts = context.parts(mesh)
-            size, seed_ = operator.index(batch_size), operator.index(seed)
-            streams = is_stream(source)
-            data = Arrays(source) if isinstance(source, np.ndarray | jax.Array | dict | tuple) else source
-            length = 1 if streams else len(data)
-            sampling = Sampling(length, size, own, parts, bool(shuffle), seed_, tail == "keep")
-            if streams:
-                _check_stream(shuffle, workers)
-            else:
-                _check_length(sampling, shuffle)
-            window = int(shuffle) if streams else None
-            self._reader = Reader(data, sampling, window, transform, workers, prefetch, context.size > 1)
-            return {
-                "len(source)": None if streams else length, "batch_size": size, "shuffle": shuffle, "seed": seed_,
-                "tail": tail, "mesh": dict(mesh.shape) if isinstance(mesh, Mesh) else mesh,
-                "the checksum of the first and last example": data.ends() if isinstance(data, Arrays) else 0,
-            }  # fmt: skip
-
-        self._agree("loader", check)
 
     def __len__(self) -> int:
         """Return the number of steps in an epoch, equal on every rank. A stream has no length."""
@@ -175,7 +161,7 @@ class Loader:
             yield read.batch
             if read.digest and (last or not self._drawn & self._drawn - 1):  # a power of two
                 said = {"the examples read": read.digest, "the end of the epoch": last}
-                self._agree("loader's stream", lambda said=said: said)
+                _agree(self._context, "loader's stream", lambda said=said: (None, said))
 
     def peek(self) -> Any:
         """Return the next batch without advancing.
@@ -224,7 +210,7 @@ class Loader:
           [[4, 5, 6, 7]]
         """
 
-        def check() -> State:
+        def check() -> tuple[Place, State]:
             mine = self.get_state()
             if not isinstance(state, dict) or set(state) != set(mine):
                 raise ValueError(f"not the state of a loader{' of a stream' * self._reader.streams}: {state!r}")
@@ -238,10 +224,11 @@ class Loader:
                     )
             if given["epoch"] < 0 or not 0 <= given["position"] <= given.get("length", given["position"]):
                 raise ValueError(f"not the state of a loader: {state!r}")
-            resumption(_place(given))
-            return given
+            at = Place(given["epoch"], given["position"], given.get("stream", ""))
+            resumption(at)
+            return at, given
 
-        self._go(_place(self._agree("loader state", check)))
+        self._go(_agree(self._context, "loader state", check))
         self._loop = None
 
     def _go(self, at: Place) -> None:
@@ -283,19 +270,16 @@ class Loader:
             return read
         return read._replace(batch=jax.tree.map(lambda x: batch_part(x, read.left), read.batch))
 
-    def _agree(self, what: str, check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return `check()` if it succeeds and agrees on every rank; else raise on every rank."""
 
-        def part() -> Part[dict[str, Any]]:
-            mine = check()
-            return Part(mine, tuple((name, repr(value)) for name, value in mine.items()))
+def _agree(context: Context, what: str, check: Callable[[], tuple[R, dict[str, Any]]]) -> R:
+    """Return the result of `check()` if it succeeds, and its entries agree on every rank; else raise on every rank."""
 
-        advice = "Give the same data set (all of it) and settings on every rank"
-        return on_every_rank(self._context, what, part, raises=_ERRORS, advice=advice)[0]
+    def part() -> Part[R]:
+        result, entries = check()
+        return Part(result, tuple((name, repr(value)) for name, value in entries.items()))
 
-
-def _place(state: State) -> Place:
-    return Place(state["epoch"], state["position"], state.get("stream", ""))
+    advice = "Give the same data set (all of it) and settings on every rank"
+    return on_every_rank(context, what, part, raises=_ERRORS, advice=advice)[0]
 
 
 def _close(running: list[Any]) -> None:

@@ -39,15 +39,21 @@ def packed(documents: Documents, length: int, *, seed: int | None = None) -> "Pa
         raise ValueError(f"packed: token {documents.tokens.max()} does not fit int32, the type of rows")
     order = np.arange(len(documents)) if seed is None else np.random.default_rng(seed).permutation(len(documents))
     order = order[documents.lengths[order] > 0]
-    return Packed(documents, length, *_cut(documents, order, length))
+    return Packed(documents, length, order)
 
 
 class Packed:
     """Rows of documents, by index; made by `packed`."""
 
-    def __init__(self, documents: Documents, length: int, rows: np.ndarray, starts: np.ndarray, sizes: np.ndarray):
+    def __init__(self, documents: Documents, length: int, order: np.ndarray):
         self._documents, self._length = documents, length
-        self._rows, self._starts, self._sizes = rows, starts, sizes  # row k: rows[k] to rows[k + 1]
+        ends = np.cumsum(documents.lengths[order])
+        at = np.union1d(ends, np.arange(length, ends[-1], length))  # ends of pieces: of documents and of rows
+        froms = np.concatenate([[0], at[:-1]])
+        which = np.searchsorted(ends, froms, "right")
+        self._starts, self._sizes = documents.ends[order][which] - ends[which] + froms, at - froms
+        # The first piece of each row, and the end.
+        self._rows = np.append(np.searchsorted(froms, np.arange(0, ends[-1], length)), len(froms))
 
     def __len__(self) -> int:
         return len(self._rows) - 1
@@ -72,15 +78,3 @@ class Packed:
 
 
 _NAMES = "tokens", "tokens_segment_ids", "tokens_positions"
-
-
-def _cut(documents: Documents, order: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut documents in order at row ends; return rows' first pieces, and all starts and sizes."""
-    sizes = documents.lengths[order]
-    ends = np.cumsum(sizes)
-    at = np.union1d(ends, np.arange(length, ends[-1], length))  # ends of pieces
-    froms = np.concatenate([[0], at[:-1]])
-    which = np.searchsorted(ends, froms, "right")
-    starts = documents.ends[order][which] - ends[which] + froms
-    rows = np.searchsorted(froms, np.arange(0, ends[-1], length))
-    return np.append(rows, len(froms)), starts, at - froms

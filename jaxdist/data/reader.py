@@ -93,16 +93,21 @@ class Reader:
     def _in_order(self, at: Place) -> Iterator[Read]:
         """Yield a stream's batches from a position on. Each rank reads all, and keeps its rows."""
         whole, total = self.sampling.whole, 0
-        resumed = at.position > 0
         while True:
             examples = self._examples(at)
             rows = list(itertools.islice(examples, whole))
-            if not self._enough(rows) and not resumed:  # a restart may leave too little
+            expected = resumption(at)[2]
+            if expected is not None and (not rows or digest(rows[0][0]) != expected):
+                raise DataError(
+                    f"the stream does not match the state: the example at position {at.position} of epoch {at.epoch} "
+                    "is missing or not the expected one. A stream must have the same order each time it is read; "
+                    "random changes belong in transform="
+                )
+            if not self._enough(rows) and not at.position:  # a restart may leave too little
                 raise ValueError(
                     f"epoch {at.epoch} of the stream has {len(rows)} examples, fewer than one batch of all ranks "
                     f"({whole}): no step would run. Use a smaller batch_size or tail='keep'"
                 )
-            resumed = False
             while self._enough(rows):
                 further = list(itertools.islice(examples, whole))
                 then = Place(at.epoch + 1)
@@ -125,7 +130,7 @@ class Reader:
         """Yield the rest of an epoch: each example, a position to resume from, and grain's state there, if any."""
         import grain
 
-        start, state, expected = resumption(at)
+        start, state, _ = resumption(at)
         examples = open_epoch(self.source, at.epoch)
         exact = isinstance(examples, grain.DatasetIterator)
         if exact and state is not None:
@@ -134,27 +139,16 @@ class Reader:
         while True:
             # Not Hugging Face's, which omits the shuffle buffer, or points to the next chunk.
             now = as_text(examples.get_state()) if exact else None  # it may change in place
-            mark = (0, None) if now is None else (start, now)
+            back, saved = (0, None) if now is None else (start, now)
             rows = list(itertools.islice(examples, self.window or self.sampling.whole))
             if self.window:
                 rng = np.random.default_rng([self.sampling.seed, at.epoch, start // self.window])
                 rows = [rows[i] for i in rng.permutation(len(rows))]
             for example in rows[skip:]:
-                if expected is not None and digest(example) != expected:
-                    raise DataError(
-                        f"the stream does not match the state: the example at position {at.position} of "
-                        f"epoch {at.epoch} is not the expected one. A stream must have the same order each time it is "
-                        "read; random changes belong in transform="
-                    )
-                expected = None
-                yield example, mark[0], mark[1]
+                yield example, back, saved
             if not rows:
-                break
+                return
             start, skip = start + len(rows), max(0, skip - len(rows))
-        if expected is not None:
-            raise DataError(
-                f"epoch {at.epoch} of the stream has fewer examples than the state's position, {at.position}"
-            )
 
     def _transformed(self, example: Any, epoch: int, i: int) -> Any:
         if self.transform is None:
@@ -169,8 +163,7 @@ class Reader:
             parameters = inspect.signature(self.transform).parameters.values()  # type: ignore[arg-type]
         except ValueError:  # functions in C
             return False
-        wanted = [p for p in parameters if p.default is p.empty and p.kind not in (p.KEYWORD_ONLY, p.VAR_POSITIONAL)]
-        return sum(p.kind is not p.VAR_KEYWORD for p in wanted) > 1
+        return sum(p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD for p in parameters) > 1
 
 
 def resumption(at: Place) -> tuple[int, str | None, int | None]:

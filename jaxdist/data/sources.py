@@ -43,8 +43,6 @@ class Arrays:
 
 def is_stream(source: Any) -> bool:
     """Check whether a source only iterates, or is a function of the epoch that returns such."""
-    if isinstance(source, np.ndarray | jax.Array | dict | tuple):
-        return False
     if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
         return False
     if not callable(source) or hasattr(source, "__iter__"):

@@ -3,29 +3,30 @@
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
-from jaxdist.data.loader import Loader  # private: hypothesis runs hundreds of jobs of several ranks in one process
+from jaxdist.data import loader as data  # private: hypothesis runs hundreds of jobs of several ranks in one process
 
 
-def make(source: Any, batch_size: int, rank: int = 0, size: int = 1, **settings: Any) -> Loader:
+def make(source: Any, batch_size: int, rank: int = 0, size: int = 1, prefetch: int = 0, **settings: Any) -> data.Loader:
     """The loader of one rank of several, that finds the others agree."""
     context: Any = SimpleNamespace(
         rank=rank, size=size, is_root=rank == 0, timeout=1.0, parts=lambda mesh: ((rank,), size),
         control=SimpleNamespace(exchange=lambda name, mine, timeout: [mine] * size),
     )  # fmt: skip
-    settings = {"shuffle": True, "seed": 0, "tail": "drop", "transform": None} | settings
-    return Loader(context, source, batch_size, **settings)
+    with mock.patch.object(data, "get_context", return_value=context):
+        return data.loader(source, batch_size, prefetch=prefetch, **settings)
 
 
-def ranks(source: Any, size: int, batch_size: int, **settings: Any) -> list[Loader]:
+def ranks(source: Any, size: int, batch_size: int, **settings: Any) -> list[data.Loader]:
     """The loaders of all ranks; the source may be made anew for each, by a function."""
     each = source if callable(source) else lambda: source
     return [make(each(), batch_size, rank, size, **settings) for rank in range(size)]
 
 
-def epoch(loaders: Sequence[Loader], steps: int | None = None) -> list[list[int]]:
+def epoch(loaders: Sequence[data.Loader], steps: int | None = None) -> list[list[int]]:
     """The real examples of each global batch, of one loop of all ranks, or the first steps of it.
 
     The examples differ: a smaller last batch may end with copies of its last one, for parts of one length.

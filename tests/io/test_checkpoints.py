@@ -216,7 +216,7 @@ def test_a_failure_in_the_background_is_told_once(call: str, tmp_path: Path) -> 
         "save": lambda: jaxdist.save(tmp_path, STATE, 3), "restore": lambda: jaxdist.restore(tmp_path, STATE),
         "latest_step": lambda: jaxdist.latest_step(tmp_path), "wait": saving.wait,
     }  # fmt: skip
-    with raises(CheckpointError, str(tmp_path / "2"), "rank 0", "File too large"):
+    with raises(CheckpointError, str(tmp_path / "2"), "File too large"):
         calls[call]()
     assert jaxdist.latest_step(tmp_path) == 1
     assert there(tmp_path) == ["1"]

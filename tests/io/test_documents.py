@@ -42,7 +42,7 @@ def test_text_files_that_are_wrong(tmp_path: Path) -> None:
     calls: list[tuple[Any, type[Exception], tuple[str, ...]]] = [
         (lambda: jaxdist.data.text_files(tmp_path / "none.txt"), FileNotFoundError, ("none.txt",)),
         (lambda: jaxdist.data.text_files(empty), ValueError, ("empty.txt", "no documents")),
-        (lambda: jaxdist.data.text_files(latin, ""), ValueError, ("split",)),
+        (lambda: jaxdist.data.text_files(__file__, ""), ValueError, ("separator",)),
         (lambda: list(jaxdist.data.text_files(latin)), ValueError, ("latin.txt", "UTF-8", "0xfc")),
     ]
     for call, error, tokens in calls:

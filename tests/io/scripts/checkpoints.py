@@ -78,10 +78,10 @@ def other_leaves(path: str) -> dict[str, list[str]]:
         "array": (np.ones(3), np.zeros(3)), "local": (jnp.ones(3), jnp.zeros(3)), "shape": (np.ones(3), np.ones(4)),
     }  # fmt: skip
     said = {
-        f"['deep.1.{name}']": error_of(jaxdist.save, path, {"same": np.ones(3), "deep": [0.5, {name: pair[LAST]}]}, 1)
+        f"leaf deep.1.{name}": error_of(jaxdist.save, path, {"same": np.ones(3), "deep": [0.5, {name: pair[LAST]}]}, 1)
         for name, pair in pairs.items()
     }
-    said["['b']"] = error_of(jaxdist.save, path, {"a": 1, "b": 2} if LAST else {"a": 1}, 1)
+    said["leaf b"] = error_of(jaxdist.save, path, {"a": 1, "b": 2} if LAST else {"a": 1}, 1)
     said["keep"] = error_of(jaxdist.save, path, [1], 1, keep=1 + LAST)
     assert jaxdist.latest_step(path) is None
     alike = [np.full(3, np.nan, ">f4" if LAST else "<f4"), float("nan"), jnp.ones(2)]  # whatever the order of bytes
