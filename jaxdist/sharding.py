@@ -104,6 +104,8 @@ def zero(
     marked = functools.partial(_marked, level=level, within=within, split=split)
 
     def init(params: Any) -> Any:
+        if not inside_step() and any(type(x) is Padded for x in jax.tree.leaves(params)):
+            return data_parallel(init, batch_argnums=())(params)  # outside, JAX cuts no array into uneven shards
         state = inner.init(params)
         return marked(state, "state", offload=offload) if inside_step() else state
 

@@ -18,8 +18,8 @@ class Arrays:
     def __init__(self, tree: Any):
         found: dict[int | str, str] = {}  # lengths, each with the first array that has it
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
-            is_array = isinstance(x, np.ndarray | jax.Array) and x.ndim
-            length = len(x) if is_array else f"a scalar {type(x).__name__}"
+            is_array = isinstance(x, np.ndarray | jax.Array) and x.ndim and not isinstance(x, np.ma.MaskedArray)
+            length = len(x) if is_array else f"a {'' if np.ndim(x) else 'scalar '}{type(x).__name__}"
             found.setdefault(length, "source" + jax.tree_util.keystr(path))
         (length, *_), shown = found or [0], ", ".join(f"{name}: {what}" for what, name in found.items())
         if len(found) != 1 or isinstance(length, str):
@@ -120,9 +120,7 @@ def digest(example: Any) -> int:
 def stacked(examples: list[tuple[int, Any]]) -> Any:
     """Stack examples into a batch; their indices are for messages."""
 
-    def form(example: Any) -> Any:
-        return jax.tree.structure(example), [np.shape(leaf) for leaf in jax.tree.leaves(example)]
-
+    form = lambda example: (jax.tree.structure(example), [np.shape(leaf) for leaf in jax.tree.leaves(example)])
     (first, like), *_ = examples
     expected = form(like)
     for i, example in examples:
@@ -131,4 +129,6 @@ def stacked(examples: list[tuple[int, Any]]) -> Any:
                 f"example {i} of the data set has the shapes {jax.tree.map(np.shape, example)}, and example {first} "
                 f"{jax.tree.map(np.shape, like)}: pad or crop in transform=, and filter a stream (.to_iter_dataset())"
             )
+    if any(isinstance(leaf, np.ma.MaskedArray) for leaf in jax.tree.leaves(like)):
+        raise TypeError(f"example {first} of the data set has a masked array: return its data and its mask")
     return jax.tree.map(lambda *leaves: np.stack(leaves), *(example for _, example in examples))

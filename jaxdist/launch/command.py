@@ -23,7 +23,7 @@ _GONE = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 # How both programs below become a command that gets a signal when its parent dies (PR_SET_PDEATHSIG, linux/prctl.h).
 _DYING_WITH_PARENT = """
-import ctypes, os, signal, sys
+import ctypes, os, signal, sys, time
 prctl = getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)  # absent off Linux: only the SIGKILL case is lost
 def become(command, number, parent):
     prctl(1, number)
@@ -63,6 +63,14 @@ for number in passed:
         signal.signal(number, pass_on)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, passed)
 code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
+try:  # mpirun waits for all that can still write to the rank's output
+    os.killpg(rank, signal.SIGTERM)
+    for _ in range(50):
+        time.sleep(0.02)
+        os.killpg(rank, 0)
+    os.killpg(rank, signal.SIGKILL)
+except OSError:  # nothing is left
+    pass
 if asked & means.keys():
     os._exit(0)
 if code < 0:

@@ -30,7 +30,9 @@ _CAUSE = re.compile(
     rb"|.*(?:the ranks make different calls|has finished after|not every rank has come).*)"
 )
 # Open MPI, when it has lost a host. It would wait forever for the other half to confirm.
-_LOST = re.compile(rb"PRTE has lost communication.*|(?:prterun|mpirun) (?:has )?detected that one.*")
+_LOST = re.compile(
+    rb"PRTE has lost communication.*|(?:prterun|mpirun) (?:has )?detected that one(?! or more processes).*"
+)
 
 
 class Ended(NamedTuple):

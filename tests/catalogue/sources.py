@@ -144,6 +144,8 @@ class Short:
 
 
 BAD: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
+    (np.ma.masked_less(np.arange(3), 1), {}, ("source", "MaskedArray")),
+    ([np.ma.masked_less(np.arange(3), 1)], {}, ("example 0", "masked")),
     (np.arange(3), {"batch_size": 0}, ("batch_size=0",)),
     (np.arange(3), {"batch_size": 1.5}, ("batch_size=1.5",)),
     (np.arange(3), {"seed": -1}, ("seed=-1",)),

@@ -40,6 +40,7 @@ def lines(job: subprocess.Popen[str], count: int) -> list[str]:
         pytest.param("env", "is killed", [137], ["rank 1", "137"], id="env is killed"),
         pytest.param("mpirun", "is killed", [137, 9], [], marks=MPI, id="mpirun is killed"),  # MPICH says 9
         pytest.param("env", "leaves one", [0], [], id="leaves a process"),
+        pytest.param("mpirun", "leaves one", [0], [], marks=MPI, id="mpirun leaves a process"),
     ],
     indirect=["launcher"],
 )

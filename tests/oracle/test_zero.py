@@ -243,6 +243,8 @@ def test_a_leaf_with_padding_looks_like_the_array() -> None:
     x = jaxdist.shard(PARAMS)["w"]
     assert (x.shape, x.ndim, x.size, x.dtype, x.nbytes) == ((6, 5), 2, 30, np.float64, 240)
     np.testing.assert_array_equal(np.asarray(x), PARAMS["w"])
+    state = jaxdist.zero(ADAM, 3).init(jaxdist.shard(PARAMS))
+    close(jaxdist.unshard(state), ADAM.init(PARAMS))
     np.testing.assert_array_equal(jnp.sum(jnp.asarray(x), 1), jnp.sum(PARAMS["w"], 1))
     assert jax.block_until_ready(x) is x
     for use in (lambda x: x * 2, lambda x: 2 - x, lambda x: x[0], lambda x: x @ x, float, len):
