@@ -15,7 +15,7 @@ from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.compat import under_no_mesh
 from jaxdist.errors import SyncError
 from jaxdist.ir.fingerprint import checksum, on_host, type_text
-from jaxdist.placements.layouts import Padded, physical
+from jaxdist.placements.layouts import Padded, bounds, physical
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.tracebacks import api_boundary
 
@@ -129,14 +129,13 @@ def _leaf(name: str, x: Any) -> Leaf:
 
 def _parts(x: jax.Array, shape: Sequence[int]) -> tuple[tuple[str, tuple[tuple[str, int], ...]], ...]:
     """Return this process's parts of an array, if several devices hold each part or one holds all of it."""
-    places = [tuple(s.indices(n)[:2] for s, n in zip(index, x.shape, strict=True))
-              for index in x.sharding.devices_indices_map(x.shape).values()]  # fmt: skip
+    places = [bounds(index, x.shape) for index in x.sharding.devices_indices_map(x.shape).values()]
     numbers = {place: i for i, place in enumerate(sorted(set(places)))}
     if 1 < len(numbers) == len(places):
         return ()
     found = []
     for shard in x.addressable_shards:
-        place = tuple(s.indices(n)[:2] for s, n in zip(shard.index, x.shape, strict=False))  # keys have more
+        place = bounds(shard.index, x.shape)
         real = tuple(slice(max(0, n - start)) for (start, _), n in zip(place, shape, strict=True))
         found.append((numbers[place], (str(shard.device), checksum(on_host(shard.data)[real]))))
     name = lambda i: f"slice {i + 1} of {len(numbers)}" if len(numbers) > 1 else ""

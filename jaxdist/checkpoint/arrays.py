@@ -14,11 +14,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist import compat
-from jaxdist.checkpoint.checksum import Bounds, Checksums, checksum, total
+from jaxdist.checkpoint.checksum import Checksums, checksum, total
 from jaxdist.checkpoint.directory import ITEM
 from jaxdist.checkpoint.manifest import PYTHON, DamagedError, Leaf, Leaves, Name, is_padded_inside, unreadable
 from jaxdist.errors import CheckpointError
-from jaxdist.placements.layouts import Padded
+from jaxdist.placements.layouts import Bounds, Padded, bounds
 from jaxdist.step.batch import is_keys
 
 _INDEX_IN_MEMORY = 100_000_000  # bytes of the database's index; without a limit nothing is cached
@@ -140,11 +140,7 @@ def _blocks(x: Any, leaf: Leaf) -> dict[Bounds, np.ndarray]:
     sharding, shape = _place(x, leaf)
     indices = sharding.addressable_devices_indices_map(shape).values() if sharding else [(slice(None),) * len(shape)]
     room = lambda at: np.zeros([b - a for a, b in at], leaf.dtype) if leaf.dtype else np.asarray(leaf.value)
-    return {at: room(at) for at in dict.fromkeys(_bounds(index, shape) for index in indices)}
-
-
-def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
-    return tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
+    return {at: room(at) for at in dict.fromkeys(bounds(index, shape) for index in indices)}
 
 
 def _placed(blocks: dict[Bounds, np.ndarray], x: Any, leaf: Leaf) -> Any:
@@ -157,7 +153,7 @@ def _placed(blocks: dict[Bounds, np.ndarray], x: Any, leaf: Leaf) -> Any:
         return whole[()] if isinstance(x, np.generic) else whole
     sharding, shape = _place(x, leaf)
     if sharding:
-        value = jax.make_array_from_callback(shape, sharding, lambda index: blocks[_bounds(index, shape)])
+        value = jax.make_array_from_callback(shape, sharding, lambda index: blocks[bounds(index, shape)])
     elif type(x) is Padded:
         whole = x.layout.padded(whole)
         value = jax.make_array_from_callback(whole.shape, x.array.sharding, whole.__getitem__)

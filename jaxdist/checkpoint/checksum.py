@@ -13,10 +13,9 @@ import jax
 import numpy as np
 
 from jaxdist.checkpoint.manifest import kind_of, on_host, stored_form
-from jaxdist.placements.layouts import physical
+from jaxdist.placements.layouts import Bounds, bounds, physical
 from jaxdist.runtime.context import get_context
 
-Bounds = tuple[tuple[int, int], ...]  # a slice's begin and end along each dimension
 Checksums = dict[Bounds, int]
 _BLOCK = 1 << 14  # positions per table of factors; each block has one more factor
 _AT_ONCE = 1 << 17  # words widened to 64 bits together, to stay in the cache
@@ -64,7 +63,7 @@ def checksums(array: Any, shape: Sequence[int]) -> Checksums:
         return {tuple((0, n) for n in whole.shape): checksum(whole, (0,) * whole.ndim)}
     found: Checksums = {}
     for shard in array.addressable_shards:
-        at = tuple(s.indices(n)[:2] for s, n in zip(shard.index, shape, strict=True))
+        at = bounds(shard.index, shape)
         if at not in found:
             found[at] = checksum(np.asarray(shard.data)[tuple(slice(b - a) for a, b in at)], [a for a, _ in at])
     return found

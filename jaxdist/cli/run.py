@@ -97,9 +97,8 @@ def run(
             if elastic:
                 placed = those_there(everywhere)
                 most = min(whole, sum(host.slots for host in placed) or whole)
-                size = most - (most == size > 1)
-                while lanes and lanes % size:
-                    size -= 1
+                most -= most == size > 1
+                size = next(n for n in range(most, 0, -1) if not lanes or lanes % n == 0)
             say(f"restart {restart + 1} of {max_restarts}, with {size} rank{'s' * (size > 1)}")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

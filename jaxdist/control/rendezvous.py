@@ -166,29 +166,33 @@ async def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: 
     """Another rank: reach rank 0 at one of `addresses`, trying again until `timeout`."""
     names = " or ".join(f"tcp://{h}:{p}" for h, p in addresses[:4])
     last, reached, pause = "no attempt was made", False, 0.02
-    link: Link | None = None
-    answer: Any = None
+    limit = asyncio.timeout(timeout)
+
+    async def attempt(host: str, port: int) -> tuple[Link, Any] | None:
+        """A link, and rank 0's answer, which comes when all ranks are there; None: try again."""
+        nonlocal last, reached
+        link = None
+        try:
+            link = await _knock(loopback(host), port, key)
+            _watch_silence(link.sock, timeout)
+            link.send((rank, size, Member(socket.gethostname(), os.getpid(), _plain(link.sock.getsockname()[0]))))
+            if not reached:  # rank 0 names the missing ranks when its own time is up
+                limit.reschedule((limit.when() or 0) + SECONDS)
+            reached, last = True, "rank 0 is there, and another rank did not come"
+            return link, await link.receive()
+        except (OSError, EOFError) as error:  # TimeoutError is one
+            if reached and isinstance(error, ConnectionRefusedError):
+                ended = f"rank {rank} reached {names}, then rank 0 ended before all ranks were there"
+                raise ConnectionError(ended) from None
+            last = str(error) or "timed out"
+            if link is not None:
+                link.close()
+            return None
+
     try:
-        async with asyncio.timeout(timeout) as limit:
-            for host, port in itertools.cycle(addresses):
-                link = None
-                try:
-                    link = await _knock(loopback(host), port, key)
-                    _watch_silence(link.sock, timeout)
-                    own = _plain(link.sock.getsockname()[0])
-                    link.send((rank, size, Member(socket.gethostname(), os.getpid(), own)))
-                    if not reached:  # rank 0 names the missing ranks when its own time is up
-                        limit.reschedule((limit.when() or 0) + SECONDS)
-                    reached, last = True, "rank 0 is there, and another rank did not come"
-                    answer = await link.receive()
-                    break
-                except (OSError, EOFError) as error:  # TimeoutError is one
-                    if reached and isinstance(error, ConnectionRefusedError):
-                        ended = f"rank {rank} reached {names}, then rank 0 ended before all ranks were there"
-                        raise ConnectionError(ended) from None
-                    last = str(error) or "timed out"
-                    if link is not None:
-                        link.close()
+        async with limit:
+            turns = itertools.cycle(addresses)
+            while not (found := await attempt(*next(turns))):
                 await asyncio.sleep(pause / len(addresses))
                 pause = min(0.5, pause * 1.5 ** (1 / len(addresses)))
     except TimeoutError:
@@ -196,7 +200,7 @@ async def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: 
             f"rank {rank} could not join the job at {names} within {timeout:g} s (last: {last}): is rank 0 started and "
             "in jaxdist.init, is the address right, does a firewall close the port?"
         ) from None
-    assert link is not None
+    link, answer = found
     if isinstance(answer, Exception):
         raise type(answer)(f"rank {rank} was refused by rank 0: {answer}")
     return {0: link}, answer

@@ -63,8 +63,8 @@ class Instruction:
         listed = self.attribute(r"source_target_pairs=(\{[\d,{}]*\})")
         if listed is None and (found := self.attribute(_GROUPS)) not in (None, "{}"):
             listed = compat.listed_groups(found)
-        pairs = re.findall(r"\{([\d,]+)\}", listed or "")
-        return tuple(tuple(map(int, pair.split(","))) for pair in pairs) or None
+        groups = re.findall(r"\{([\d,]+)\}", listed or "")
+        return tuple(tuple(map(int, group.split(","))) for group in groups) or None
 
     def attribute(self, pattern: str) -> str | None:
         """Return the first group of a regular expression."""

@@ -150,8 +150,12 @@ class Child:
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to it and to what it has started, so far as that has not left its group."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
+        _send(os.killpg, self.process.pid, number)
+
+
+def _send(kill: Callable[[int, int], None], pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        kill(pid, number)
 
 
 def end_sessions(leaders: Collection[Child]) -> None:
@@ -170,7 +174,6 @@ def end_sessions(leaders: Collection[Child]) -> None:
         told, give_up_at = set[int](), time.monotonic() + _LEFT_S
         while (pids := left()) and time.monotonic() < give_up_at:
             for pid in pids - told:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, number)
+                _send(os.kill, pid, number)
             told |= pids
             time.sleep(0.02)

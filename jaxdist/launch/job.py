@@ -79,7 +79,7 @@ def launch(
     with scratch.folder("jaxdist-run-") as folder:
         if mpirun is not None:
             check_hosts(hosts)  # MPICH waits for ever for a host that it can't reach
-            commands = [mpirun.start(command, size, hosts, environment, folder, prefix)]
+            commands = [mpirun.command(command, size, hosts, environment, folder, prefix)]
         else:
             commands = _on_this_machine(command, size, environment, prefix)
         return Job(commands).run()

@@ -39,7 +39,7 @@ class Mpirun:
     family: Family
     version: str
 
-    def start(
+    def command(
         self, program: list[str], ranks: int, hosts: Sequence[Host], given: Mapping[str, str], folder: str, prefix: bool
     ) -> Command:
         """The command that starts `ranks` of a program with some variables, and keeps its files in a folder."""

@@ -30,9 +30,7 @@ _CAUSE = re.compile(
     rb"|.*(?:the ranks make different calls|has finished after|not every rank has come).*)"
 )
 # Open MPI, when it has lost a host. It would wait forever for the other half to confirm.
-_LOST = re.compile(
-    rb"PRTE has lost communication.*|(?:prterun|mpirun) (?:has )?detected that one(?! or more processes).*"
-)
+_LOST = re.compile(rb"PRTE has lost communication.*")
 
 
 class Ended(NamedTuple):
@@ -111,8 +109,7 @@ class Job:
             if self._failed and ended is None:
                 ended = self._first(patient=now < decide_at)
                 if ended is not None:
-                    for child in self._running.values():
-                        child.send(signal.SIGTERM)
+                    self._send(signal.SIGTERM)
                     rest = f"; ending the other {len(self._running)}" if self._running else ""
                     say(f"{ended.failed} failed with exit code {ended.code}{rest}")
             if now > look_at:  # a stranger that connects to one of its ports can stop mpirun
@@ -122,9 +119,12 @@ class Job:
                     say("all ranks have ended, and mpirun has not noticed (a stranger on one of its ports?): ending it")
                     kill_at = 0.0
             if now > kill_at:
-                for child in self._running.values():
-                    child.send(signal.SIGKILL)
+                self._send(signal.SIGKILL)
         return ended or Ended(0, "")
+
+    def _send(self, number: signal.Signals) -> None:
+        for child in self._running.values():
+            child.send(number)
 
     def _first(self, *, patient: bool) -> Ended | None:
         """Find what ended the job: others that fail of it may be seen before. None: it may still be seen, or said."""

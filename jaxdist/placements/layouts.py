@@ -268,6 +268,14 @@ def physical(x: Any) -> Any:
     return x.array if type(x) is Padded else x
 
 
+Bounds = tuple[tuple[int, int], ...]  # a slice's begin and end along each dimension
+
+
+def bounds(index: Sequence[slice] | None, shape: Sequence[int]) -> Bounds:
+    """Return the bounds of a device's slice of an array; those of keys have one more dimension in `index`."""
+    return tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=False))
+
+
 @functools.cache
 def sharding(mesh: Mesh, how: Layout | None) -> NamedSharding:
     """Return the sharding of a leaf's physical array."""
