@@ -108,14 +108,14 @@ def read(directory: Path, leaves: Leaves, like: dict[Name, Any]) -> tuple[dict[N
 
 
 def compare(directory: Path, leaves: Leaves, everyone: Sequence[dict[Name, Checksums]]) -> None:
-    """Raise an error if what the ranks have read differs from what was saved."""
+    """Raise an error if a digest of the leaves that the ranks have read is not the saved one."""
     for name in everyone[0]:
         if total(sums[name] for sums in everyone) != leaves[name].digest:
             raise _differs(directory, name)
 
 
 def _fill(block: np.ndarray, at: Bounds, array: Any) -> Any:
-    """Begin to read a slice of an array; what is beyond the array's end is padding, and stays zero."""
+    """Begin to read a slice of an array; entries past the end of the array are padding and stay zero."""
     import tensorstore as ts
 
     real = tuple(slice(min(a, n), min(b, n)) for (a, b), n in zip(at, array.shape, strict=True))
@@ -136,7 +136,7 @@ def _place(x: Any, leaf: Leaf) -> tuple[NamedSharding | None, tuple[int, ...]]:
 
 
 def _blocks(x: Any, leaf: Leaf) -> dict[Bounds, np.ndarray]:
-    """Return room for this process's slices of a leaf that will be placed like `x`; a number or string as it is."""
+    """Return empty arrays for this process's slices of a leaf placed like `x`; for a number or string, the value."""
     sharding, shape = _place(x, leaf)
     indices = sharding.addressable_devices_indices_map(shape).values() if sharding else [(slice(None),) * len(shape)]
     room = lambda at: np.zeros([b - a for a, b in at], leaf.dtype) if leaf.dtype else np.asarray(leaf.value)

@@ -217,7 +217,7 @@ class Control(Process):
 
     @property
     def calls(self) -> tuple[int, int]:
-        """How many exchanges this rank has made, and how many calls in its ledger."""
+        """Return the number of exchanges of this rank, and of calls in its ledger."""
         return self._number, self.position()
 
     def who(self, rank: int) -> str:

@@ -42,7 +42,7 @@ def install(control: Control) -> None:
                 out = _print_marked(control.rank, "".join(traceback.format_exception(error)))
                 if out and previous is not sys.__excepthook__:
                     previous(kind, error, trace)
-            finally:  # the hook that was there may fail of the error, too
+            finally:  # the earlier hook may raise an error, too
                 end(control, error)
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
@@ -85,7 +85,7 @@ def end_if_failed(control: Control) -> None:
     """At exit: if the script ends by `sys.exit` with a failing code, end the others, which wait for this one."""
     code, calls = control.exit_said
     number = 0 if code is None else code if isinstance(code, int) else 1  # as Python has it
-    if number == 0 or control.ending or calls != control.calls:  # the script caught it, and went on
+    if number == 0 or control.ending or calls != control.calls:  # the script caught it and continued
         return
     ending = number & 0xFF or 1
     control.alarm(f"{control.who(control.rank)} ended its script with exit code {message_of(code, repr)}", code=ending)

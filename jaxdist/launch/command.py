@@ -122,9 +122,9 @@ class Child:
         self.pumps = Pump(self.process.stdout, sys.stdout, shown), Pump(self.process.stderr, sys.stderr, shown)
 
     def exit_code(self) -> int | None:
-        """As of a shell, if it has ended."""
+        """Return its exit code as a shell would, or None while it runs."""
         # It stays a zombie until the end of the job, so that no other process gets the number of its session. mpirun
-        # goes on if somebody has stopped it: it sees to the others.
+        # is resumed if somebody stops it, since it watches the ranks.
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT | (os.WSTOPPED if self._is_mpirun else 0)
         found = os.waitid(os.P_PID, self.process.pid, options)
         if found is not None and found.si_code == os.CLD_STOPPED:
@@ -134,7 +134,7 @@ class Child:
         return None
 
     def is_stuck(self) -> bool:
-        """Check whether it is an mpirun all of whose children have ended, which it has not noticed."""
+        """Check whether it is an mpirun that has not noticed that all its children ended."""
         with contextlib.suppress(psutil.NoSuchProcess):
             children = psutil.Process(self.process.pid).children() if self._is_mpirun else []
             return bool(children) and all(child.status() in _GONE for child in children)
