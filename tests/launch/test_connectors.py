@@ -325,9 +325,7 @@ def test_a_rank_that_does_not_come_to_mpi_init_is_not_waited_for_without_end() -
 # --- engines
 
 
-@pytest.mark.parametrize(
-    "dies", [pytest.param(False, id="to the end"), pytest.param(True, id="a worker is killed", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("dies", [False, True], ids=["to the end", "a worker is killed"])
 def test_workers_of_ray_train_are_ranks_of_one_job(dies: bool, tmp_path: Path) -> None:
     """Also after one was killed: Ray starts all of them again, and they go on from the checkpoint."""
     pytest.importorskip("ray", reason="NO RAY: uv run --group integrations")
