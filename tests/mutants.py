@@ -163,8 +163,8 @@ MUTANTS: list[Mutant] = [
            "tests/launch/test_ends.py -k signals_end"),
     Mutant("ranks under mpirun have no time to save", "jaxdist/launch/mpi.py", "is_mpirun=True,",
            "is_mpirun=False,", "tests/launch/test_ends.py -k sees_the_signal"),
-    Mutant("the last line of a failed job says nothing", "jaxdist/launch/processes.py", "if cause and ended.failed:",
-           "if not cause and ended.failed:", "tests/launch/test_ends.py -k last_line"),
+    Mutant("the last line of a failed job says nothing", "jaxdist/launch/processes.py", "if self._cause and ended.failed:",
+           "if not self._cause and ended.failed:", "tests/launch/test_ends.py -k last_line"),
     Mutant("calls in another order pass", "jaxdist/agreement/ledger.py", "if self.count <= position:", "if True:",
            "tests/jobs/test_faults.py -k order and hand"),
     Mutant("a call nobody expects waits for nobody", "jaxdist/agreement/ledger.py",
@@ -189,13 +189,13 @@ MUTANTS: list[Mutant] = [
            'if any(name in env for name in _TRAINER) and env.get("JAX_NUM_PROCESSES") != "1":', "if False:",
            "tests/launch/test_connectors.py -k launcher_that_is_there"),
     Mutant("the proof of the secret is not looked at", "jaxdist/control/wire.py",
-           'if not hmac.compare_digest(answer[_NONCE:], _proof(key, b"rank", transcript)):', "if False:",
+           "return hmac.compare_digest(proof, ", "return True or (proof, ",
            "tests/control/test_control.py -k goes_on"),
     Mutant("what a stranger sends is unpickled before its proof", "jaxdist/control/wire.py",
-           "answer = await self._reader.readexactly(_NONCE + _PROOF)",
-           "answer = await self._reader.read(1 << 12)\n"
+           "theirs = await self._reader.readexactly(len(mine))",
+           "theirs = await self._reader.read(1 << 12)\n"
            "        with __import__('contextlib').suppress(Exception):\n"
-           "            pickle.loads(answer[4:])",
+           "            pickle.loads(theirs[4:])",
            "tests/control/test_control.py -k goes_on"),
     Mutant("one of several processes is taken for alone", "jaxdist/connectors/__init__.py",
            "    if others is not None:\n        raise", "    if False:\n        raise",

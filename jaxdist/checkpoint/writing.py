@@ -76,7 +76,7 @@ def _at_exit(ctx: Context) -> None:
         try:
             await_pending()
         except BaseException as error:
-            failfast.fail_at_exit(ctx.control, f"the script ended, but its last save had failed: {error}")
+            failfast.end(ctx.control, CheckpointError(f"the script ended, but its last save had failed: {error}"))
 
     compat.before_threads_end(end)
 

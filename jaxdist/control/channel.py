@@ -63,8 +63,7 @@ class Control(Process):
         self._exchange_lock = threading.Lock()  # one exchange at a time
         self._number = 0  # of the last one
         self._answers: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
-        self._closed = False
-        self._lost = ""
+        self._lost = ""  # why there can be no exchange any more
         self._hub: Hub | None = None
         if size > 1:
             self._join(addresses, server, key, timeout)
@@ -91,7 +90,7 @@ class Control(Process):
             self._loop.close()
             raise
         if self.rank == 0:
-            self._hub = Hub(self.size, self._links, self.who, self.deliver, self.over)
+            self._hub = Hub(self, self._links)
             self.wait_gone = self._hub.all_gone.wait
         # A forked data worker that kept the sockets open would hide the death of its parent.
         os.register_at_fork(after_in_child=self._forget)
@@ -103,11 +102,13 @@ class Control(Process):
         """All-gather of small picklable values: the value of each rank, in rank order."""
         if self.size == 1:
             return [value]
-        self._check_owner()
+        if not self.is_owner():
+            raise ControlError(
+                f"a forked child of rank {self.rank} called into jaxdist: only the process that called jaxdist.init "
+                "may; in data workers compute on host data alone"
+            )
         self.stay_if_ending()
         with self._exchange_lock:
-            if self._closed:
-                raise ControlError(f"rank {self.rank}: exchange {tag!r} after this rank said goodbye")
             if self._lost:
                 raise ControlError(f"rank {self.rank}: {self._lost}")
             self._number += 1
@@ -199,9 +200,9 @@ class Control(Process):
 
     def close(self) -> None:
         """Say goodbye: the others see no death. The connections stay, for rank 0 serves those that still work."""
-        if self._closed or not self.is_owner():
+        if self._lost or not self.is_owner():
             return
-        self._closed = True
+        self._lost = "it has said goodbye, and no other call can follow"
         if self.size > 1:
             self._send(("bye", self.position()), last=True)
 
@@ -296,15 +297,6 @@ class Control(Process):
     def _tell(self, tag: str, rank: int, value: Any) -> None:
         if hook := self._listeners.get(tag):
             hook(rank, value)
-
-    # --- forks
-
-    def _check_owner(self) -> None:
-        if not self.is_owner():
-            raise ControlError(
-                f"a forked child of rank {self.rank} called into jaxdist: only the process that "
-                "called jaxdist.init may; in data workers compute on host data alone"
-            )
 
     def _forget(self) -> None:
         for link in self._links.values():

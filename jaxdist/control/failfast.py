@@ -34,16 +34,16 @@ def install(control: Control) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not control.is_owner():  # a forked data worker: its parent will hear of it
             previous(kind, error, trace)
-        elif isinstance(error, KeyboardInterrupt):
-            _end_interrupted(control, users_line(trace))
-        else:
-            control.hold()
-            try:
-                out = _print_marked(control.rank, "".join(traceback.format_exception(error)))
+            return
+        control.hold()
+        try:
+            if not isinstance(error, KeyboardInterrupt):
+                within(_PRINT_SECONDS, streams.flush)
+                out = control.say("".join(traceback.format_exception(error)))
                 if out and previous is not sys.__excepthook__:
                     previous(kind, error, trace)
-            finally:  # the earlier hook may raise an error, too
-                end(control, error)
+        finally:  # the earlier hook may raise an error, too
+            end(control, error)
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
         if args.exc_value is None or issubclass(args.exc_type, SystemExit):
@@ -57,28 +57,22 @@ def install(control: Control) -> None:
 
 
 def end(control: Control, error: BaseException) -> NoReturn:
-    """End the job for an error whose traceback is shown elsewhere."""
-    control.hold()
+    """End the job for an error, with one line: its traceback is shown elsewhere."""
+    interrupted = isinstance(error, KeyboardInterrupt)
+    control.hold(quiet=interrupted)
     aftermath = all(issubclass(type(one), _AFTERMATH) or "/gloo/" in message_of(one) for one in leaves(error))
     if aftermath and control.told_to_end(_CAUSE_SECONDS):
         control.depart(control.code)
     line = users_line(error.__traceback__)
     # The first line of a message says most.
-    text = f"{control.who(control.rank)} failed: {in_words(error).splitlines()[0]}{line and f' ({line})'}"
+    what = "was interrupted" if interrupted else f"failed: {in_words(error).splitlines()[0]}"
+    text = f"{control.who(control.rank)} {what}{line and f' ({line})'}"
     # A rank that did not come (to an exchange) shows where it was.
-    code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    code = _INTERRUPTED if interrupted else 1
     control.alarm(text, code=code, stacks=isinstance(error, ControlError))
-    control.say(text)  # the others do not, if they fail at the same moment
+    if not (interrupted and "JAXDIST_RESTARTS" in os.environ):  # `jaxdist run` has said it
+        control.say(text)  # the others do not, if they fail at the same moment
     control.depart(code, first=True)
-
-
-def _end_interrupted(control: Control, line: str) -> NoReturn:
-    """End the job, with one line."""
-    control.hold(quiet=True)
-    if "JAXDIST_RESTARTS" not in os.environ:  # `jaxdist run` has said it
-        _print_marked(control.rank, f"interrupted at {line}")
-    control.alarm(f"{control.who(control.rank)} was interrupted", code=_INTERRUPTED)
-    control.depart(_INTERRUPTED, first=True)
 
 
 def end_if_failed(control: Control) -> None:
@@ -92,15 +86,6 @@ def end_if_failed(control: Control) -> None:
     control.depart(ending, first=True)
 
 
-def fail_at_exit(control: Control, message: str) -> None:
-    """From an exit handler: end the job with a failing code, whatever the script's own is."""
-    _print_marked(control.rank, message)
-    if control.size > 1:
-        control.alarm(f"{control.who(control.rank)}: {message}")
-        control.depart(1, first=True)
-    os._exit(1)
-
-
 def _watch_exit(control: Control) -> None:
     """Note the code that the script gives to `sys.exit`: Python calls neither excepthook nor atexit with it."""
     python = sys.exit
@@ -112,19 +97,3 @@ def _watch_exit(control: Control) -> None:
         python(status)
 
     sys.exit = leave
-
-
-def _print_marked(rank: int, text: str) -> bool:
-    """Whether it is out; it isn't if nobody reads any more."""
-    # One write: lines of several ranks failing together do not mix within a line.
-    marked = "".join(f"[jaxdist rank {rank}] {line}\n" for line in text.rstrip().splitlines())
-
-    def write() -> None:
-        try:
-            sys.stdout.flush()
-            sys.stderr.write(marked)
-            sys.stderr.flush()
-        except Exception:  # closed, or of the user's own
-            streams.write(marked)
-
-    return within(_PRINT_SECONDS, write)

@@ -5,12 +5,14 @@ All of it runs on the thread of the event loop; to send waits for nobody.
 
 import errno
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxdist.control import rendezvous
 from jaxdist.control.wire import Link
+
+if TYPE_CHECKING:
+    from jaxdist.control.channel import Control
 
 PRINT_SECONDS = 0.3  # for the others to print the reason before the launcher kills them
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
@@ -34,16 +36,8 @@ class Exchange:
 class Hub:
     """The centre of the star."""
 
-    def __init__(
-        self,
-        size: int,
-        links: dict[int, Link],
-        who: Callable[[int], str],
-        deliver: Callable[[tuple[Any, ...]], None],
-        over: threading.Event,
-    ):
-        self.size, self.links, self.who = size, links, who
-        self.deliver, self.over = deliver, over  # to rank 0's own end of the channel; once all have left, or one failed
+    def __init__(self, control: "Control", links: dict[int, Link]):
+        self.control, self.links = control, links  # rank 0's own end of the channel; those of the others
         self.exchanges: dict[int, Exchange] = {}  # to which somebody has yet to come
         self.left: set[int] = set()
         self.open = set(links)
@@ -58,12 +52,12 @@ class Hub:
             self.open.discard(rank)
             if not self.open:
                 self.all_gone.set()
-            if not self.over.is_set():  # it has to wait for that
-                self.end_all(lost(self.who(rank), error), spare=rank)
+            if not self.control.over.is_set():  # it has to wait for that
+                self.end_all(lost(self.control.who(rank), error), spare=rank)
 
     def send(self, rank: int, message: tuple[Any, ...]) -> None:
         if rank == 0:
-            self.deliver(message)
+            self.control.deliver(message)
         elif rank in self.open:
             self.links[rank].send(message)
 
@@ -92,7 +86,7 @@ class Hub:
             for number, one in list(self.exchanges.items()):
                 if not one.failure:
                     self.fail(number, self.why_gone(one))
-            if len(self.left) == self.size:
+            if len(self.left) == self.control.size:
                 for r in self.others(-1):
                     self.send(r, ("all left",))
         elif kind == "alarm":
@@ -111,11 +105,11 @@ class Hub:
                 self.fail(number, self.why_gone(one))
             elif len({t for t, *_ in one.entered.values()}) > 1:
                 self.fail(number, self.mismatch(one))
-            elif len(one.entered) == self.size:
-                values = [one.entered[r][1] for r in range(self.size)]
+            elif len(one.entered) == self.control.size:
+                values = [one.entered[r][1] for r in range(self.control.size)]
                 for r in self.others(-1):
                     self.send(r, ("result", number, values))
-        if len(one.entered.keys() | self.left) == self.size:
+        if len(one.entered.keys() | self.left) == self.control.size:
             self.exchanges.pop(number, None)
 
     def mismatch(self, one: Exchange) -> str:
@@ -125,7 +119,7 @@ class Hub:
         )
 
     def why_gone(self, one: Exchange) -> str:
-        left = ", ".join(self.who(r) for r in sorted(self.left))
+        left = ", ".join(self.control.who(r) for r in sorted(self.left))
         return (
             f"{left} has already left. {self.where(one)} Every rank must make the same jaxdist calls: "
             "did it run fewer steps, end early, or is this call under a condition such as `if rank == 0`?"
@@ -137,7 +131,7 @@ class Hub:
         for rank, (_, _, entry) in sorted(one.entered.items()):
             places.setdefault(entry.what, []).append(rank)
         parts = [f"{rendezvous.ranks_in_words(ranks)} at {what}" for what, ranks in places.items()]
-        missing = [self.who(r) for r in range(self.size) if r not in one.entered and r not in self.left]
+        missing = [self.control.who(r) for r in range(self.control.size) if r not in one.entered and r not in self.left]
         if missing:
             parts.append("not there: " + ", ".join(missing))
         return "; ".join(parts) + "."

@@ -32,8 +32,8 @@ class Process:
         """Whether the code runs in it, and not in a child that was forked off."""
         return os.getpid() == self._pid
 
-    def say(self, message: str) -> None:
-        """Print a message on stderr, each line marked with the rank."""
+    def say(self, message: str) -> bool:
+        """Print a message on stderr, each line marked with the rank; whether it is out: somebody may have to read."""
 
         # Not through sys.stderr: the main thread may hold its lock, stuck on a full pipe. A line at a time: the system
         # keeps a short write in one piece, and ranks may share the pipe.
@@ -41,7 +41,7 @@ class Process:
             for line in message.splitlines():
                 streams.write(f"[jaxdist rank {self.rank}] {line}\n")
 
-        within(SAY_SECONDS, write)
+        return within(SAY_SECONDS, write)
 
     @property
     def ending(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jaxdist.control.keys import is_loopback
-from jaxdist.control.wire import BUFFERED, SECONDS, Link
+from jaxdist.control.wire import BUFFERED, RANK, ROOT, SECONDS, Link
 
 # Seconds without a sign of a host before it is taken for lost; in between the job's timeout.
 _SILENCE_LEAST, _SILENCE_MOST = 3.0, 30.0
@@ -40,11 +40,6 @@ def interfaces() -> list[ipaddress.IPv4Interface]:
 
     found = itertools.chain(*psutil.net_if_addrs().values())
     return [ipaddress.IPv4Interface(f"{a.address}/{a.netmask or 32}") for a in found if a.family == socket.AF_INET]
-
-
-def interface_addresses() -> list[str]:
-    """The IPv4 addresses of this host's interfaces, loopback left out."""
-    return [str(one.ip) for one in interfaces() if not one.ip.is_loopback]
 
 
 def bind(host: str, ports: Iterable[int]) -> socket.socket:
@@ -123,7 +118,7 @@ class _Door:
         self._strangers += 1
         with contextlib.suppress(OSError, EOFError):  # TimeoutError is one
             async with asyncio.timeout(SECONDS):
-                if await link.prove_root(self._key):
+                if await link.proves(self._key, ROOT):
                     self._strangers -= 1
                     self._add(link, *await link.receive())
                     return
@@ -209,14 +204,13 @@ async def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: 
 async def _knock(host: str, port: int, key: bytes) -> Link:
     """A link to rank 0; raises an OSError if nobody answers in time, or somebody else does."""
     async with asyncio.timeout(SECONDS):
-        sock = await asyncio.to_thread(socket.create_connection, (host, port), SECONDS)
-        if sock.getsockname() == sock.getpeername():
+        link = Link(*await asyncio.open_connection(host, port, limit=BUFFERED))
+        if link.sock.getsockname() == link.sock.getpeername():
             # TCP self-connect: a free port of the ephemeral range dialled itself
-            sock.close()
+            link.close()
             raise ConnectionRefusedError("nobody listens there")
-        link = Link(*await asyncio.open_connection(sock=sock, limit=BUFFERED))
         with contextlib.suppress(OSError, EOFError):
-            if await link.prove_rank(key):
+            if await link.proves(key, RANK):
                 return link
     link.close()
     raise ConnectionError(
@@ -228,7 +222,6 @@ async def _knock(host: str, port: int, key: bytes) -> Link:
 def _watch_silence(sock: socket.socket, timeout: float) -> None:
     """A cut cable sends nothing: without keepalive the two ends of a connection would wait for ever."""
     # The other kernel answers it, so a process that is stopped or busy is not taken for lost.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     seconds = max(_SILENCE_LEAST, min(_SILENCE_MOST, timeout))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (

@@ -39,8 +39,6 @@ def _locked(within: str, prefix: str) -> tuple[str, int]:
 def _remove_leftovers(within: str, prefix: str) -> None:
     for path in Path(within).glob(f"{glob.escape(prefix)}*"):
         with contextlib.suppress(OSError):
-            if path.lstat().st_uid != os.geteuid():
-                continue
             lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -7,8 +7,7 @@ import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import jax
 
@@ -83,11 +82,6 @@ class Watchdog:
         self._newest = ActiveCall(what, self._control.position())
         return self._newest
 
-    @property
-    def busy(self) -> bool:
-        """Whether this rank is known to be in a call of a step."""
-        return self._newest is not None and self._newest.finished() is False
-
     def whereabouts(self, ranks: Collection[int], position: int = 0) -> str | None:
         """Where ranks are that do not come, to a call of the ledger if one is given; asks them."""
         reports = self._ask({0, *ranks} - {self._control.rank})
@@ -154,20 +148,15 @@ class Watchdog:
     def _report(self) -> _Report:
         newest = self._newest
         failed = (newest.position, newest.error) if newest is not None and newest.error else (-1, "")
-        return _Report(self._control.position(), self.busy, failed, main_thread_line())
+        busy = newest is not None and newest.finished() is False
+        return _Report(self._control.position(), busy, failed, main_thread_line())
 
 
 def _an_array(tree: Any) -> jax.Array | None:
-    """Some array of a step's result, a small one if there is one; cheap if the result ends in one."""
+    """Some array of a step's result that knows when it is ready, a small one if there is one; random keys don't."""
     last: Any = tree
     while isinstance(last, (tuple, list, dict)) and last:
         last = next(reversed(last.values())) if isinstance(last, dict) else last[-1]
-    if _can_be_asked(last) and last.size <= _SMALL:
-        return last
-    arrays = list(islice((x for x in jax.tree.leaves(tree) if _can_be_asked(x)), 16))  # not all: it takes time
-    return next((x for x in arrays if x.size <= _SMALL), arrays[0] if arrays else None)
-
-
-def _can_be_asked(x: Any) -> TypeGuard[jax.Array]:
-    """Whether it is an array that knows when it is ready: one of random keys does not."""
-    return isinstance(x, jax.Array) and not jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)
+    if isinstance(last, jax.Array) and hasattr(last, "is_ready") and last.size <= _SMALL:
+        return last  # often the loss; to look at all leaves takes time
+    return min((x for x in jax.tree.leaves(tree)[:16] if hasattr(x, "is_ready")), key=lambda x: x.size, default=None)

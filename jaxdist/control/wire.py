@@ -14,8 +14,10 @@ from typing import Any
 
 SECONDS = 5.0  # for the whole proof
 
-# The root begins, with _MAGIC and a nonce. A rank answers with a nonce and its proof over both, the root with its own.
-_MAGIC = b"jaxdist3"
+ROOT, RANK = b"root", b"rank"  # the two roles
+_OTHER = {ROOT: RANK, RANK: ROOT}
+# Both ends send _MAGIC and a nonce, then the digest of the secret, their role and both nonces.
+_MAGIC = b"jaxdist4"
 _NONCE = _PROOF = 32
 _LENGTH = struct.Struct("!Q")
 _LONGEST = 1 << 32
@@ -29,25 +31,16 @@ class Link:
         self.sock: socket.socket = writer.get_extra_info("socket")  # to look at, and to set options of
         self._reader, self._writer = reader, writer
 
-    async def prove_root(self, key: bytes) -> bool:
-        """The root's side: whether the other end knows the secret."""
-        challenge = _MAGIC + secrets.token_bytes(_NONCE)
-        self._writer.write(challenge)
-        answer = await self._reader.readexactly(_NONCE + _PROOF)
-        transcript = challenge + answer[:_NONCE]
-        if not hmac.compare_digest(answer[_NONCE:], _proof(key, b"rank", transcript)):
+    async def proves(self, key: bytes, role: bytes) -> bool:
+        """Whether the other end knows the job's secret, too, and has the other role; proves the same to it."""
+        mine = _MAGIC + secrets.token_bytes(_NONCE)
+        self._writer.write(mine)
+        theirs = await self._reader.readexactly(len(mine))
+        if not theirs.startswith(_MAGIC):
             return False
-        self._writer.write(_proof(key, b"root", transcript))
-        return True
-
-    async def prove_rank(self, key: bytes) -> bool:
-        """The other side: whether this is the root of the job."""
-        challenge = await self._reader.readexactly(len(_MAGIC) + _NONCE)
-        if not challenge.startswith(_MAGIC):
-            return False
-        nonce = secrets.token_bytes(_NONCE)
-        self._writer.write(nonce + _proof(key, b"rank", challenge + nonce))
-        return hmac.compare_digest(await self._reader.readexactly(_PROOF), _proof(key, b"root", challenge + nonce))
+        self._writer.write(hmac.digest(key, role + mine + theirs, "sha256"))
+        proof = await self._reader.readexactly(_PROOF)
+        return hmac.compare_digest(proof, hmac.digest(key, _OTHER[role] + theirs + mine, "sha256"))
 
     def send(self, message: Any) -> None:
         """Send something picklable; waits for nobody."""
@@ -70,7 +63,3 @@ class Link:
     def close(self) -> None:
         """Send what is left, and end it."""
         self._writer.close()
-
-
-def _proof(key: bytes, role: bytes, transcript: bytes) -> bytes:
-    return hmac.digest(key, role + transcript, "sha256")

@@ -1,6 +1,5 @@
 """One start of a job: its ranks through mpirun or as processes of our own, to their end."""
 
-import functools
 import importlib.util
 import os
 import secrets
@@ -29,18 +28,16 @@ class LauncherName(StrEnum):
 
 def program_command(script: list[str]) -> list[str]:
     """The command of one rank for `script.py args`, `-m module args` or `executable args`."""
-    first = script[0]
+    first, *arguments = script
     if first.endswith(".py") and not Path(first).is_file():
         raise ValueError(f"no such script: {first} (looked in {Path.cwd()})")
     if first == "-m" or first.endswith(".py"):
         return [sys.executable, *script]
-    if first in ("python", "python3"):
-        # The interpreter of this environment, not another one that comes first on PATH.
-        return [sys.executable, *script[1:]]
-    found = shutil.which(first)
+    # The interpreter of this environment, not another one that comes first on PATH.
+    found = sys.executable if first in ("python", "python3") else shutil.which(first)
     if found is None:
         raise ValueError(f"no such command: {first}; expected a .py file, `-m module` or an executable on PATH")
-    return [found, *script[1:]]
+    return [found, *arguments]
 
 
 def choose(launcher: LauncherName, needs_mpi: bool) -> Mpirun | None:
@@ -107,14 +104,10 @@ def _on_this_machine(command: list[str], size: int, environment: Mapping[str, st
             name=f"rank {rank}",
             argv=command,
             environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            line_filter=functools.partial(_with_rank, rank) if prefix else bytes,
+            line_filter=(f"[{rank}] ".encode().__add__) if prefix else bytes,
         )
         for rank in range(size)
     ]
-
-
-def _with_rank(rank: int, line: bytes) -> bytes:
-    return b"[%d] %b" % (rank, line)
 
 
 def _threads(ranks: int) -> dict[str, str]:

@@ -11,7 +11,7 @@ from jaxdist.launch.command import Child, Command, end_sessions
 from jaxdist.launch.output import NOT_WRITTEN, Pump, say
 
 # So long a command that failed has to say because of which one, and that one to end, before it is taken for the first.
-_HEARD_S = 1.0
+_HEARD_S = 0.3
 # What is left of a job so long after the first sign of a failure is killed: it may be stuck in a collective. After the
 # user's own signal it has longer, to write a checkpoint.
 _FAILURE_GRACE_S = 3.0
@@ -22,15 +22,15 @@ _UNREAD_S = 3.0
 _LOOK_S = 0.02
 _STUCK_S = 2.0  # between two looks; each looks at all processes of the machine
 
-# What a rank says before it ends because of another one (`jaxdist.control`), or as they do not make the same calls:
-# each says that, and none is the first.
+# What a rank says before it ends because of another one (`jaxdist.control`), or as they do not make the same calls
+# (each says that, and none is the first); and Open MPI, when it has lost a host: it would wait forever for the other
+# half to confirm.
 _CAUSE = re.compile(
     rb"\[jaxdist rank \d+\] ((rank \d+) \([^)]*, pid \d+\)"
     rb"(?:: | failed: | ended its script | was interrupted| died without | can't be reached ).*"
     rb"|.*(?:the ranks make different calls|has finished after|not every rank has come).*)"
+    rb"|(PRTE has lost communication.*)"
 )
-# Open MPI, when it has lost a host. It would wait forever for the other half to confirm.
-_LOST = re.compile(rb"PRTE has lost communication.*")
 
 
 class Ended(NamedTuple):
@@ -48,8 +48,7 @@ class Job:
         self._children: dict[str, Child] = {}
         self._running: dict[str, Child] = {}  # those that have not ended
         self._failed: dict[str, int] = {}  # exit codes, in the order in which they were seen
-        self._causes: list[tuple[str, str]] = []  # of a failure, as ranks have told one another: in words, and whose
-        self._lost = ""  # a host, in words of mpirun's
+        self._cause = self._failing = ""  # the first cause of a failure that was told, in words, and the rank
         self._heard: list[int] = []  # signals
 
     def run(self) -> Ended:
@@ -74,9 +73,8 @@ class Job:
             self._drain(pumps, patient=ended.code == 0)
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not one of Python's
-        cause = self._causes[0][0] if self._causes else self._lost
-        if cause and ended.failed:
-            say(cause)  # again, since the output in between may be long
+        if self._cause and ended.failed:
+            say(self._cause)  # again, since the output in between may be long
         problem = next((pump.problem for pump in pumps if pump.problem), "")
         if problem:
             say(f"output could not be written: {problem}")
@@ -104,14 +102,14 @@ class Job:
             self._running = {name: child for name, child in self._running.items() if codes[name] is None}
             self._failed.update({name: code for name, code in codes.items() if code})
             # With the network gone mpirun waits for its other half, and for what a killed rank had started: for ever.
-            if (self._failed or self._causes or self._lost) and not asked:
+            if (self._failed or self._cause) and not asked:
                 decide_at, kill_at = min(decide_at, now + _HEARD_S), min(kill_at, now + _FAILURE_GRACE_S)
-            if self._failed and ended is None:
-                ended = self._first(patient=now < decide_at)
-                if ended is not None:
-                    self._send(signal.SIGTERM)
-                    rest = f"; ending the other {len(self._running)}" if self._running else ""
-                    say(f"{ended.failed} failed with exit code {ended.code}{rest}")
+            if self._failed and ended is None and now >= decide_at:
+                first, named = next(iter(self._failed)), self._failing
+                ended = Ended(self._failed[named if named in self._failed else first], named or first)
+                self._send(signal.SIGTERM)
+                rest = f"; ending the other {len(self._running)}" if self._running else ""
+                say(f"{ended.failed} failed with exit code {ended.code}{rest}")
             if now > look_at:  # a stranger that connects to one of its ports can stop mpirun
                 before, stuck = stuck, any(child.is_stuck() for child in self._running.values())
                 look_at = now + _STUCK_S
@@ -126,17 +124,6 @@ class Job:
         for child in self._running.values():
             child.send(number)
 
-    def _first(self, *, patient: bool) -> Ended | None:
-        """Find what ended the job: others that fail of it may be seen before. None: it may still be seen, or said."""
-        named = self._causes[0][1] if self._causes else ""
-        if named in self._failed:
-            return Ended(self._failed[named], named)
-        first = next(iter(self._failed))
-        speaks = any(pump.is_alive() for pump in self._children[first].pumps)
-        if patient and (named in self._running if named in self._children else speaks):
-            return None
-        return Ended(self._failed[first], named or first)
-
     def _drain(self, pumps: Iterable[Pump], *, patient: bool) -> None:
         """Let the last lines out, unless a signal says to stop."""
         begin = time.monotonic()
@@ -148,9 +135,8 @@ class Job:
         while any(map(waits, pumps)) and not self._heard:
             time.sleep(_LOOK_S)
 
-    def _note(self, line: bytes) -> None:
-        """Note the cause of a failure that a line tells."""
-        if match := _CAUSE.search(line):
-            self._causes.append((match[1].decode(errors="replace"), (match[2] or b"").decode()))
-        elif match := _LOST.search(line):
-            self._lost = match[0].decode(errors="replace")
+    def _note(self, line: bytes) -> bytes:
+        """Return a line, and note the cause of a failure that a line tells, unless one is known."""
+        if not self._cause and (match := _CAUSE.search(line)):
+            self._cause, self._failing = (match[1] or match[3]).decode(errors="replace"), (match[2] or b"").decode()
+        return line

@@ -128,7 +128,7 @@ def _error(folder: Path, name: str, code: int, n: int) -> BaseException:
     """What to raise for a job that failed: the error of the rank that did first."""
     try:
         summary, trace, pickled = pickle.loads((folder / f"error of {name}").read_bytes())
-    except FileNotFoundError:
+    except Exception:  # there is none, or not the whole of it
         killed = signal.Signals(code - 128).name if code - 128 in set(signal.Signals) else ""
         ended = f"was ended by {killed}" if killed else f"ended with exit code {code}"
         hint = " (the system ran out of memory?)" if killed == "SIGKILL" else ""
@@ -167,15 +167,10 @@ def main(folder: str) -> None:
 
 
 def _write_error(path: Path, error: BaseException) -> None:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next  # the user's part of it
+    trace = error.__traceback__ and error.__traceback__.tb_next  # without `main`
     try:
         pickled = cloudpickle.dumps(error)
     except Exception:
         pickled = b""
-    draft = path.with_name(f"unfinished {path.name}")
-    draft.write_bytes(
-        pickle.dumps((in_words(error), "".join(traceback.format_exception(type(error), error, trace)), pickled))
-    )
-    draft.rename(path)
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    path.write_bytes(pickle.dumps((in_words(error), text, pickled)))

@@ -56,7 +56,7 @@ def control_of(connector: Connector, timeout: float) -> Control:
     server = rendezvous.bind("127.0.0.1" if one_host else "", [0]) if rank == 0 else None
     where = None
     if server is not None:
-        ips = [] if one_host else rendezvous.interface_addresses()
+        ips = [] if one_host else [str(card.ip) for card in rendezvous.interfaces() if not card.ip.is_loopback]
         where = (socket.gethostname(), ips, server.getsockname()[1], secrets.token_bytes())
     host, ips, port, secret = connector.broadcast(where, 0)
     names = ["127.0.0.1"] if one_host or host == socket.gethostname() else []

@@ -41,7 +41,7 @@ def messages(rng: random.Random, said: bytes, evil: bytes) -> list[bytes]:
         b"",
         rng.randbytes(rng.randrange(1, 5000)),
         said,
-        rng.randbytes(64) + struct.pack("!Q", len(evil)) + evil,
+        said[:8] + rng.randbytes(64) + struct.pack("!Q", len(evil)) + evil,
         framed(evil),
         said + framed(evil),
         framed(rng.randbytes(100))[:-50],
