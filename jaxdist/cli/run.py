@@ -10,7 +10,7 @@ import typer
 
 from jaxdist.connectors import site
 from jaxdist.launch.hosts import parse_hosts, those_there
-from jaxdist.launch.job import LauncherName, choose, launch, program_command
+from jaxdist.launch.job import Launcher, choose, launch, program_command
 from jaxdist.launch.output import say
 
 _SOON = 15.0  # a job that fails within this many seconds has made no progress
@@ -28,8 +28,8 @@ def run(
         typer.Option("-n", "--np", min=1, help="Number of ranks (default: 1, or all slots of the hosts)."),
     ] = None,
     launcher: Annotated[
-        LauncherName, typer.Option(help="mpirun, env (jaxdist starts the ranks on this machine), or auto.")
-    ] = LauncherName.auto,
+        Launcher, typer.Option(help="mpirun, env (jaxdist starts the ranks on this machine), or auto.")
+    ] = "auto",
     prefix: Annotated[bool, typer.Option("--prefix", help="Write the rank before each line of output.")] = False,
     hosts: Annotated[str | None, typer.Option(help="Hosts and the number of ranks on each: node1:4,node2:4.")] = None,
     hostfile: Annotated[

@@ -13,7 +13,7 @@ from jaxdist import connectors
 from jaxdist.cli.info import Check, checks, show, versions
 from jaxdist.cli.run import run
 from jaxdist.connectors import site
-from jaxdist.launch.job import LauncherName
+from jaxdist.launch.job import Launcher
 from jaxdist.launch.mpi import find_mpirun
 
 _TOLERANCE = 1e-10  # for float64
@@ -33,8 +33,8 @@ def self_test() -> None:
 
     os.environ.setdefault("JAXDIST_TIMEOUT", "60")  # seconds to wait for missing ranks
     ranks = 2 if os.environ.get("JAX_PLATFORMS") == "cpu" else len(visible_gpus()) or 2
-    code = 0
-    for name, launcher in (("xla", LauncherName.env), ("mpi", LauncherName.mpirun)):
+    code, launchers = 0, dict[str, Launcher](xla="env", mpi="mpirun")
+    for name, launcher in launchers.items():
         if name == "mpi" and not _mpi_is_here():
             print(f"communicator mpi is not available. To install it: {site.install()}")
             continue

@@ -7,8 +7,8 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 from jaxdist.connectors import site
 from jaxdist.control import scratch
@@ -17,13 +17,7 @@ from jaxdist.launch.hosts import Host, check_hosts
 from jaxdist.launch.mpi import Mpirun, cores, find_mpirun
 from jaxdist.launch.processes import Ended, Job
 
-
-class LauncherName(StrEnum):
-    """Who starts the ranks."""
-
-    auto = "auto"
-    mpirun = "mpirun"
-    env = "env"
+Launcher = Literal["auto", "mpirun", "env"]  # who starts the ranks
 
 
 def program_command(script: list[str]) -> list[str]:
@@ -40,17 +34,17 @@ def program_command(script: list[str]) -> list[str]:
     return [found, *arguments]
 
 
-def choose(launcher: LauncherName, needs_mpi: bool) -> Mpirun | None:
+def choose(launcher: Launcher, needs_mpi: bool) -> Mpirun | None:
     """The mpirun to use, or None for processes of our own."""
-    if launcher is LauncherName.env:
+    if launcher == "env":
         if needs_mpi:
             raise ValueError("--launcher env starts processes that know nothing of MPI: leave it out, or MPI")
         return None
     mpirun = find_mpirun()
     problem = "no mpirun in this environment or on PATH" if mpirun is None else ""
-    if importlib.util.find_spec("mpi4py") is None and launcher is not LauncherName.mpirun:
+    if importlib.util.find_spec("mpi4py") is None and launcher != "mpirun":
         problem = problem or "mpi4py is not installed"
-    if problem and (needs_mpi or launcher is LauncherName.mpirun):
+    if problem and (needs_mpi or launcher == "mpirun"):
         raise ValueError(f"{problem}: {site.install()}")
     return None if problem else mpirun
 

@@ -121,8 +121,7 @@ def family_of(text: str) -> Family:
 @functools.cache
 def find_mpirun() -> Mpirun | None:
     """The mpirun of this environment's prefix, else the first on PATH, else None."""
-    own = Path(sys.prefix) / "bin" / "mpirun"
-    path = str(own) if os.access(own, os.X_OK) else shutil.which("mpirun")
+    path = shutil.which("mpirun", path=os.pathsep.join([f"{sys.prefix}/bin", os.environ.get("PATH", os.defpath)]))
     if path is None:
         return None
     done = run_outside([path, "--version"], 20)

@@ -7,6 +7,7 @@ launcher; the launcher itself never does: it has to hear of signals and of ranks
 import contextlib
 import io
 import os
+import re
 import select
 import sys
 import threading
@@ -16,10 +17,11 @@ from typing import IO, TextIO
 
 from jaxdist.control.process import within
 
-# What to write for a line of a process, or for the start of a very long one.
+# What to write for a line of a process.
 LineFilter = Callable[[bytes], bytes]
 
-_WHOLE = 1 << 20  # bytes up to which a line comes in one piece
+_LONGEST = 1 << 20  # bytes of a line; the rest of a longer one is taken for the next
+_ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")  # a progress bar ends with \r, to begin its line anew
 NOT_WRITTEN = 120  # the exit code of a Python that can't write its output
 _SAY_S = 1.0  # that a word of our own may take before we go on without it
 _locks: dict[tuple[int, int], threading.Lock] = {}
@@ -33,7 +35,6 @@ class Pump(threading.Thread):
         self.writing, self.since = False, 0.0  # whether it waits for who reads, or for the process; since when
         self.problem = ""
         self._source, self._target, self._shown = source, target, shown
-        self._inside = False  # a very long line, whose start is out already
         self.start()
 
     def run(self) -> None:
@@ -41,17 +42,12 @@ class Pump(threading.Thread):
         with contextlib.suppress(OSError), self._source:
             begun = b""  # of a line that has no end yet
             while data := os.read(self._source.fileno(), 1 << 16):
-                # Ends at \r, too: a progress bar's, which begins its line anew.
-                lines = (begun + data).splitlines(keepends=True)
-                begun = b"" if _complete(lines[-1]) or len(lines[-1]) > _WHOLE else lines.pop()
-                self._write(b"".join(map(self._piece, lines)))
-            if begun or self._inside:
-                self._write(self._piece(begun + b"\n"))
-
-    def _piece(self, part: bytes) -> bytes:
-        line = part if self._inside else self._shown(part)
-        self._inside = not _complete(part)
-        return line
+                *lines, begun = _ENDS.split(begun + data)
+                if len(begun) > _LONGEST:
+                    lines, begun = [*lines, begun], b""
+                self._write(b"".join(map(self._shown, lines)))
+            if begun:
+                self._write(self._shown(begun + b"\n"))
 
     def _write(self, lines: bytes) -> None:
         self.writing, self.since = True, time.monotonic()
@@ -63,10 +59,6 @@ class Pump(threading.Thread):
             raise
         finally:
             self.writing, self.since = False, time.monotonic()
-
-
-def _complete(line: bytes) -> bool:
-    return line.endswith((b"\n", b"\r"))
 
 
 def say(text: str) -> None:

@@ -83,7 +83,7 @@ class Job:
     def _supervised(self) -> Ended:
         ended: Ended | None = None
         kill_at = decide_at = math.inf
-        look_at, asked, stuck = time.monotonic() + _STUCK_S, False, False
+        look_at, asked, stuck = time.monotonic() + _STUCK_S, False, 0
         while self._running or (self._failed and ended is None):
             time.sleep(_LOOK_S)
             now = time.monotonic()
@@ -111,9 +111,9 @@ class Job:
                 rest = f"; ending the other {len(self._running)}" if self._running else ""
                 say(f"{ended.failed} failed with exit code {ended.code}{rest}")
             if now > look_at:  # a stranger that connects to one of its ports can stop mpirun
-                before, stuck = stuck, any(child.is_stuck() for child in self._running.values())
+                stuck = stuck + 1 if any(child.is_stuck() for child in self._running.values()) else 0
                 look_at = now + _STUCK_S
-                if stuck and before:
+                if stuck == 2:
                     say("all ranks have ended, and mpirun has not noticed (a stranger on one of its ports?): ending it")
                     kill_at = 0.0
             if now > kill_at:

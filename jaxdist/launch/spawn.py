@@ -129,10 +129,9 @@ def _error(folder: Path, name: str, code: int, n: int) -> BaseException:
     try:
         summary, trace, pickled = pickle.loads((folder / f"error of {name}").read_bytes())
     except Exception:  # there is none, or not the whole of it
-        killed = signal.Signals(code - 128).name if code - 128 in set(signal.Signals) else ""
-        ended = f"was ended by {killed}" if killed else f"ended with exit code {code}"
-        hint = " (the system ran out of memory?)" if killed == "SIGKILL" else ""
-        return RuntimeError(f"{name} of {n} {ended}{hint}, without an exception; what it printed may say more")
+        hint = " (killed: the system ran out of memory?)" if code == 128 + signal.SIGKILL else ""
+        ended = f"{name} of {n} ended with exit code {code}{hint}"
+        return RuntimeError(f"{ended}, without an exception; what it printed may say more")
     try:
         error = pickle.loads(pickled)
     except Exception:  # of a type that only the ranks know, or that pickles and does not unpickle
