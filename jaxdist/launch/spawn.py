@@ -129,7 +129,7 @@ def _error(folder: Path, name: str, code: int, n: int) -> BaseException:
     try:
         summary, trace, pickled = pickle.loads((folder / f"error of {name}").read_bytes())
     except Exception:  # there is none, or not the whole of it
-        hint = " (killed: the system ran out of memory?)" if code == 128 + signal.SIGKILL else ""
+        hint = " (SIGKILL: the system ran out of memory?)" if code == 128 + signal.SIGKILL else ""
         ended = f"{name} of {n} ended with exit code {code}{hint}"
         return RuntimeError(f"{ended}, without an exception; what it printed may say more")
     try:
