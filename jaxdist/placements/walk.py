@@ -58,7 +58,7 @@ class Walk:
             strategy = self.strategy(node)
             self.placed.strategies.append(strategy)
             for i, to in zip(node.ins, strategy.takes, strict=True):
-                if to is None:
+                if to is None or to is self.at[i]:
                     continue
                 if isinstance(self.at[i], Partial) and not isinstance(to, Partial) and i in self.inputs:
                     summed.add(self.inputs[i])
@@ -66,7 +66,7 @@ class Walk:
             for i, placement, then in zip(node.outs, strategy.gives, strategy.then or strategy.gives, strict=True):
                 self.at[i] = placement
                 settled = then if strategy.then else self._settled(i, placement)
-                if not isinstance(settled, Partial):
+                if settled is not placement and not isinstance(settled, Partial):
                     self.note(node, i, form(settled), strategy.instead if strategy.then else "")
                 self.at[i] = settled
         self.placed.at, self.placed.outs = self.at, tuple(form(self.at[i]) for i in block.outputs)

@@ -22,7 +22,7 @@ from jaxdist.placements.strategy import Placed
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tiles
 from jaxdist.step.batch import is_keys, unsplit
 from jaxdist.step.signature import Signature
-from jaxdist.step.tracing import TracedStep
+from jaxdist.step.tracing import TracedStep, without_collections
 
 _GATHERED_AT_ONCE = 64  # at most this fraction of the sharded state (1 / 64), to send fewer messages
 
@@ -90,6 +90,7 @@ class PlacedStep:
         return set(self.signature.state).difference(self.step.sources)
 
     @functools.cached_property
+    @without_collections()
     def emitted(self) -> tuple[ClosedJaxpr, Sequence[Placed]]:
         """The program of a device, and its placement over each axis (empty on one device)."""
         if self.mesh.size == 1:
