@@ -6,13 +6,10 @@ All of it runs on the thread of the event loop; to send waits for nobody.
 import errno
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxdist.control import rendezvous
 from jaxdist.control.wire import Link
-
-if TYPE_CHECKING:
-    from jaxdist.control.channel import Control
 
 PRINT_SECONDS = 0.3  # for the others to print the reason before the launcher kills them
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
@@ -36,8 +33,8 @@ class Exchange:
 class Hub:
     """The centre of the star."""
 
-    def __init__(self, control: "Control", links: dict[int, Link]):
-        self.control, self.links = control, links  # rank 0's own end of the channel; those of the others
+    def __init__(self, control: Any, links: dict[int, Link]):
+        self.control, self.links = control, links  # rank 0's own end of the channel (`Control`); those of the others
         self.exchanges: dict[int, Exchange] = {}  # to which somebody has yet to come
         self.left: set[int] = set()
         self.open = set(links)
