@@ -109,8 +109,12 @@ class Outside:
         self._ledger.output = parts[0]
         if not gets:
             return [x if isinstance(x, jax.Array) else jnp.array(x) for x in arrays]  # NumPy's may change
-        # On CPUs, return an array like the user's own, not bound to a device. It shares memory.
-        return [jax.device_put(np.asarray(part)) for part in parts] if device.platform == "cpu" else parts
+        if device.platform != "cpu":
+            return parts
+        # An array like the user's own, not bound to a device. It shares memory, which is the user's alone to drop.
+        parts = [jax.device_put(np.asarray(part)) for part in parts]
+        self._ledger.output = None
+        return parts
 
 
 @functools.lru_cache(maxsize=1024)
