@@ -1,8 +1,6 @@
 """`on_every_rank`: each rank does its part of a call; if one can't, or they do not fit, all raise the same error."""
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from jaxdist.agreement.description import Description, difference, first_problem
@@ -10,7 +8,6 @@ from jaxdist.errors import in_words, message_of
 from jaxdist.runtime.context import Context
 
 R = TypeVar("R")
-_REMIND = 30.0  # seconds until a rank says that it waits; each further time after twice as long
 
 
 class Part(NamedTuple, Generic[R]):
@@ -41,8 +38,7 @@ def on_every_rank(
     kind = known[0] if known else 0
     problem = "" if mistake is None else (message_of(mistake) or "failed") if known else in_words(mistake)
     own = Description(call, mine.entries if mine else (), problem), kind, mine.told if mine else None
-    with patience(context, call) if patient else contextlib.nullcontext():
-        said = exchange(own) if exchange else context.control.exchange(call, own, None if patient else context.timeout)
+    said = exchange(own) if exchange else context.control.exchange(call, own, None if patient else context.timeout)
     everyone = [description for description, _, _ in said]
     if kinds := {rank: kind for rank, (description, kind, _) in enumerate(said) if description.problem}:
         first = min(kinds.values())
@@ -52,24 +48,6 @@ def on_every_rank(
         raise raises[0](difference(everyone, advice))
     assert mine is not None
     return mine.result, [told for _, _, told in said]
-
-
-@contextlib.contextmanager
-def patience(context: Context, call: str) -> Iterator[None]:
-    """Say now and then that this rank waits, and in what."""
-    over = threading.Event()
-
-    def remind() -> None:
-        seconds = _REMIND
-        while not over.wait(seconds):
-            context.control.say(f"{call}: this rank is ready and waits for a slower rank")
-            seconds *= 2
-
-    threading.Thread(target=remind, name="jaxdist-patience", daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
 
 
 def _attempt(part: Callable[[], Part[R]]) -> tuple[Part[R] | None, Exception | None]:

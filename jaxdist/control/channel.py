@@ -22,6 +22,7 @@ T = TypeVar("T")
 _MAIL = "mail"
 _CHUNK = 1 << 24  # bytes of a broadcast that travel at a time
 _LEAST_PATIENCE, _MOST_PATIENCE = 3.0, 10.0  # seconds; between them the timeout
+_REMIND_SECONDS = 30.0  # until a rank that waits without a limit says so
 _REFUSED_SECONDS = 0.05  # for those who came to hear why there will be no job
 _HAND_OVER_SECONDS = 1.0  # for the last words of a process to be on their way
 
@@ -121,16 +122,16 @@ class Control(Process):
 
     def _answer(self, tag: str, timeout: float | None) -> tuple[str, int, Any]:
         """The hub's, to what was just entered."""
-        turns = 0
+        turns, pause = 0, timeout or _REMIND_SECONDS
         while True:
             with contextlib.suppress(queue.Empty):
-                return self._next(timeout)
+                return self._next(pause)
             known = self.whereabouts([r for r in self.others if r not in self.waiting])
-            if known is not None:
+            if known is not None and timeout:
                 break
             turns += 1
             if turns.bit_count() == 1:  # 1, 2, 4, 8, ...
-                self.say(f"exchange {tag!r} has waited for {turns * (timeout or 0):g} s: others are busy in a step")
+                self.say(f"{tag} has waited for {turns * pause:g} s: {known or 'others are busy in a step'}")
         self._send(("timeout", self._number, timeout, known and f" {known}."))
         with contextlib.suppress(queue.Empty):
             return self._next(self.patience)
