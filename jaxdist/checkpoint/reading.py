@@ -155,7 +155,8 @@ def _read_own(directory: Path, step: int, like: Any) -> Part[tuple[Any, Leaves]]
 def _check_leaves(where: Path, like: dict[Name, Any], leaves: Leaves) -> None:
     """Raise an error about the first leaf of `like` that can't be restored, or differs from the checkpoint."""
     for name in dict.fromkeys([*like, *leaves]):
-        label, x = ".".join(name), like.get(name)
+        label = ".".join(name)
+        x: Any = like.get(name)
         if name in like and not isinstance(x, jax.ShapeDtypeStruct) and (why := manifest.refusal(x)):
             raise TypeError(f"leaf {label} of `like` can't be restored: {why}")
         saved = leaves[name].kind if name in leaves else "missing"

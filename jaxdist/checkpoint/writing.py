@@ -8,9 +8,9 @@ import queue
 import secrets
 import shutil
 import socket
-import threading
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +42,16 @@ class Saving:
 
     def __init__(self, step: int, write: Callable[[], None]):
         self.step = step
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(write,), name="jaxdist-save")
-
-    def _run(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except BaseException as error:  # raised by wait()
-            self._error = error
+        self._told = False
+        executor = ThreadPoolExecutor(1, "jaxdist-save")
+        self._end = executor.submit(write)
+        executor.shutdown(wait=False)  # its thread ends after the write
 
     @api_boundary
     def wait(self) -> None:
         """Return when the checkpoint is complete and on disk everywhere; raise its error, once."""
-        self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
+        if (error := self._end.exception()) and not self._told:
+            self._told = True
             raise error
 
 
@@ -90,12 +85,8 @@ def _by_mail(ctx: Context, tag: str, mine: Any) -> list[Any]:
                 return ctx.control.take(tag, rank, _SLICE)
         raise CheckpointError(f"save: rank {ctx.rank} stops because the job is ending")
 
-    if not ctx.is_root:
-        ctx.control.put(tag, mine, to=0)
-        return take(0)
-    everyone = [mine, *(take(rank) for rank in range(1, ctx.size))]
-    ctx.control.put(tag, everyone)
-    return everyone
+    ctx.control.put(tag, mine)
+    return [mine if rank == ctx.rank else take(rank) for rank in range(ctx.size)]
 
 
 @api_boundary
@@ -156,7 +147,7 @@ def save(
     # A new name, so leftovers of a killed job do not matter.
     temporary = final.with_name(f"{step}.{token}{directory.UNFINISHED}")
 
-    def on_each(work: Callable[[], Any]) -> list[Any]:
+    def on_each(phase: str, work: Callable[[], Any]) -> list[Any]:
         def part() -> Part[None]:
             try:
                 return Part(None, told=work())
@@ -166,13 +157,13 @@ def save(
                     f"(host {socket.gethostname()})"
                 ) from error
 
-        exchange = functools.partial(_by_mail, ctx, f"save/{token}")
+        exchange = functools.partial(_by_mail, ctx, f"save/{token}/{phase}")
         return on_every_rank(ctx, "save", part, raises=(CheckpointError,), patient=True, exchange=exchange)[1]
 
     def write() -> None:
         try:
-            told = on_each(lambda: _write(ctx, temporary / directory.ITEM, parts))
-            on_each(lambda: _conclude(temporary, final, parts, told) if ctx.is_root else None)
+            told = on_each("write", lambda: _write(ctx, temporary / directory.ITEM, parts))
+            on_each("conclude", lambda: _conclude(temporary, final, parts, told) if ctx.is_root else None)
         except BaseException:
             if ctx.is_root:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -183,7 +174,6 @@ def save(
     global _pending
     _at_exit(ctx)
     saving = _pending = Saving(int(step), write)
-    saving._thread.start()
     if wait:
         saving.wait()
     return saving
