@@ -3,8 +3,9 @@
 Orbax can read them too, but a failed read closes its event loop, and all others print tracebacks.
 """
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +76,10 @@ def read(directory: Path, leaves: Leaves, like: dict[Name, Any]) -> tuple[dict[N
     """Return leaves like their counterparts, and the checksums of the slices that this process has read."""
     import tensorstore as ts
 
-    def result(future: Any, name: Name) -> Any:
+    @contextlib.contextmanager
+    def named(name: Name) -> Iterator[None]:
         try:
-            return future.result()
-        except MemoryError:
-            raise
+            yield
         except Exception as error:
             raise unreadable(f"leaf {'.'.join(name)} of checkpoint {directory}", error) from None
 
@@ -91,16 +91,16 @@ def read(directory: Path, leaves: Leaves, like: dict[Name, Any]) -> tuple[dict[N
     for name, leaf in leaves.items():
         begun[name] = blocks, reads = _blocks(like[name], leaf), []
         if name in opened:
-            array = result(opened.pop(name), name)
-            if tuple(array.shape) != leaf.shape or array.dtype.numpy_dtype != leaf.dtype:
-                raise _differs(directory, name)
-            reads += [_fill(block, at, array) for at, block in blocks.items()]
+            with named(name):
+                array = opened.pop(name).result()
+                reads += [_fill(block, at, array) for at, block in blocks.items()]
     values: dict[Name, Any] = {}
     sums: dict[Name, Checksums] = {}
     for name, leaf in leaves.items():
         blocks, reads = begun.pop(name)
         for reading in reads:
-            result(reading, name)
+            with named(name):
+                reading.result()
         if leaf.dtype:
             sums[name] = {at: checksum(block, [a for a, _ in at]) for at, block in blocks.items()}
         values[name] = _placed(blocks, like[name], leaf)
@@ -111,7 +111,8 @@ def compare(directory: Path, leaves: Leaves, everyone: Sequence[dict[Name, Check
     """Raise an error if a digest of the leaves that the ranks have read is not the saved one."""
     for name in everyone[0]:
         if total(sums[name] for sums in everyone) != leaves[name].digest:
-            raise _differs(directory, name)
+            label = ".".join(name)
+            raise DamagedError(f"leaf {label} of checkpoint {directory} is damaged: its digest does not match")
 
 
 def _fill(block: np.ndarray, at: Bounds, array: Any) -> Any:
@@ -120,11 +121,6 @@ def _fill(block: np.ndarray, at: Bounds, array: Any) -> Any:
 
     real = tuple(slice(min(a, n), min(b, n)) for (a, b), n in zip(at, array.shape, strict=True))
     return ts.array(block)[tuple(slice(0, s.stop - s.start) for s in real)].write(array[real])
-
-
-def _differs(directory: Path, name: Name) -> DamagedError:
-    """Return the error about a leaf that differs from the saved one."""
-    return DamagedError(f"leaf {'.'.join(name)} of checkpoint {directory} is damaged: its digest does not match")
 
 
 def _place(x: Any, leaf: Leaf) -> tuple[NamedSharding | None, tuple[int, ...]]:

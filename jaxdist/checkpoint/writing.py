@@ -23,10 +23,10 @@ from jaxdist.agreement.description import list_ranks, unlike_the_root
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import arrays, directory, manifest
 from jaxdist.checkpoint.checksum import Checksums, checksums, total
-from jaxdist.checkpoint.manifest import PYTHON, Leaf, Name, brief, kind_of, named, on_host, refusal, stored_form
+from jaxdist.checkpoint.manifest import PYTHON, Leaf, Name, kind_of, named, on_host, refusal, stored_form
 from jaxdist.compat import under_no_mesh
 from jaxdist.control import failfast
-from jaxdist.errors import CheckpointError
+from jaxdist.errors import CheckpointError, in_words
 from jaxdist.extras import need
 from jaxdist.placements.layouts import Padded, copied, physical
 from jaxdist.runtime.context import Context, get_context
@@ -153,7 +153,7 @@ def save(
                 return Part(None, told=work())
             except Exception as error:
                 raise CheckpointError(
-                    f"checkpoint {final} was not written (earlier ones are unchanged): {brief(error)} "
+                    f"checkpoint {final} was not written (earlier ones are unchanged): {in_words(error)} "
                     f"(host {socket.gethostname()})"
                 ) from error
 
