@@ -1,10 +1,8 @@
 """`save`: write a checkpoint, in the background if asked, and give it its name once all of it is on disk."""
 
-import contextlib
 import functools
 import math
 import os
-import queue
 import secrets
 import shutil
 import socket
@@ -33,7 +31,6 @@ from jaxdist.runtime.context import Context, get_context
 from jaxdist.step.batch import is_keys
 from jaxdist.tracebacks import api_boundary
 
-_SLICE = 5.0  # seconds between checks of a waiting rank whether the job is ending
 _pending: "Saving | None" = None
 
 
@@ -74,19 +71,6 @@ def _at_exit(ctx: Context) -> None:
             failfast.fail_at_exit(ctx.control, f"the script ended, but its last save had failed: {error}")
 
     compat.before_threads_end(end)
-
-
-def _by_mail(ctx: Context, tag: str, mine: Any) -> list[Any]:
-    """Return the value of each rank: an exchange in a thread, while the main thread makes its own."""
-
-    def take(rank: int) -> Any:
-        while not ctx.control.ending:  # the control channel notices a rank's end, and ends this process
-            with contextlib.suppress(queue.Empty):
-                return ctx.control.take(tag, rank, _SLICE)
-        raise CheckpointError(f"save: rank {ctx.rank} stops because the job is ending")
-
-    ctx.control.put(tag, mine)
-    return [mine if rank == ctx.rank else take(rank) for rank in range(ctx.size)]
 
 
 @api_boundary
@@ -157,7 +141,12 @@ def save(
                     f"(host {socket.gethostname()})"
                 ) from error
 
-        exchange = functools.partial(_by_mail, ctx, f"save/{token}/{phase}")
+        def exchange(mine: Any) -> list[Any]:  # by mail: the main thread makes exchanges of its own meanwhile
+            tag = f"save/{token}/{phase}"
+            ctx.control.put(tag, mine)
+            # Without a limit: when a rank ends, the control channel ends this process.
+            return [mine if rank == ctx.rank else ctx.control.take(tag, rank, None) for rank in range(ctx.size)]
+
         return on_every_rank(ctx, "save", part, raises=(CheckpointError,), patient=True, exchange=exchange)[1]
 
     def write() -> None:
