@@ -52,15 +52,6 @@ def steps(path: Path) -> list[int]:
         found = [n for n in numbers if any((path / str(n) / part).exists() for part in (manifest.FILE, ITEM))]
 
 
-def publish(temporary: Path, final: Path) -> None:
-    """Give a complete checkpoint its name, replacing a damaged one."""
-    sync_to_disk(temporary)
-    if os.path.lexists(final):
-        discard(final)
-    temporary.rename(final)
-    sync_to_disk(final.parent)
-
-
 def sync_to_disk(directory: Path) -> None:
     """Flush a directory, so that a rename in it survives a power failure."""
     fd = os.open(directory, os.O_RDONLY)

@@ -93,8 +93,7 @@ def named(state: Any) -> dict[Name, Any]:
     """Return the leaves of a state by their names."""
     leaves, labels = dict[Name, Any](), set[str]()
     for path, x in jax.tree_util.tree_leaves_with_path(state):
-        keys = [next((getattr(k, a) for a in ("key", "name", "idx") if hasattr(k, a)), k) for k in path]
-        name = tuple(map(str, keys)) or ("state",)
+        name = tuple(jax.tree_util.keystr((key,), simple=True) for key in path) or ("state",)
         if (label := ".".join(name).removesuffix("/")) in labels:  # see `arrays`
             raise ValueError(f"two leaves would both be named {label}: keep dots out of one of the keys")
         labels.add(label)

@@ -5,7 +5,6 @@ import math
 import os
 import secrets
 import shutil
-import socket
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +31,7 @@ from jaxdist.step.batch import is_keys
 from jaxdist.tracebacks import api_boundary
 
 _pending: "Saving | None" = None
+_Parts = dict[Name, tuple[Leaf, Any]]  # see `_part`
 
 
 class Saving:
@@ -132,31 +132,24 @@ def save(
     temporary = final.with_name(f"{step}.{token}{directory.UNFINISHED}")
 
     def on_each(phase: str, work: Callable[[], Any]) -> list[Any]:
-        def part() -> Part[None]:
-            try:
-                return Part(None, told=work())
-            except Exception as error:
-                raise CheckpointError(
-                    f"checkpoint {final} was not written (earlier ones are unchanged): {in_words(error)} "
-                    f"(host {socket.gethostname()})"
-                ) from error
-
         def exchange(mine: Any) -> list[Any]:  # by mail: the main thread makes exchanges of its own meanwhile
             tag = f"save/{token}/{phase}"
             ctx.control.put(tag, mine)
             # Without a limit: when a rank ends, the control channel ends this process.
             return [mine if rank == ctx.rank else ctx.control.take(tag, rank, None) for rank in range(ctx.size)]
 
+        part = lambda: Part(None, told=work())
         return on_every_rank(ctx, "save", part, raises=(CheckpointError,), patient=True, exchange=exchange)[1]
 
     def write() -> None:
         try:
             told = on_each("write", lambda: _write(ctx, temporary / directory.ITEM, parts))
             on_each("conclude", lambda: _conclude(temporary, final, parts, told) if ctx.is_root else None)
-        except BaseException:
+        except BaseException as error:
             if ctx.is_root:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise
+            unchanged = f"checkpoint {final} was not written (earlier ones are unchanged)"
+            raise CheckpointError(f"{unchanged}: {in_words(error)}") from error
         if ctx.is_root:
             directory.tidy(final, keep)
 
@@ -195,12 +188,8 @@ def _make_ready(final: Path) -> None:
         raise FileExistsError(f"{final} already exists: restore it, remove it, or save into a different directory")
 
 
-# The arrays that this rank writes, whole or in part; the checksums of those that only the root writes.
-Parts = dict[Name, tuple[Leaf, Any]]
-
-
 def _part(ctx: Context, x: Any, copy: bool) -> tuple[Leaf, Any]:
-    """Prepare a leaf for writing; copy it if training continues meanwhile."""
+    """Return a leaf with the array that this rank writes, whole or in part, or with its checksums if it writes none."""
     if type(x) in PYTHON:
         text = str(x) if isinstance(x, str) else x
         return Leaf(kind_of(x), text), {(): zlib.crc32(repr(text).encode())}
@@ -217,7 +206,7 @@ def _part(ctx: Context, x: Any, copy: bool) -> tuple[Leaf, Any]:
     return leaf, checksums(whole, whole.shape)
 
 
-def _write(ctx: Context, item: Path, parts: Parts) -> list[Checksums]:
+def _write(ctx: Context, item: Path, parts: _Parts) -> list[Checksums]:
     """Write this rank's part, and return its checksums of each leaf."""
     mine = {name: x for name, (_, x) in parts.items() if not isinstance(x, dict)}
     item.mkdir(parents=True, exist_ok=True)
@@ -226,7 +215,7 @@ def _write(ctx: Context, item: Path, parts: Parts) -> list[Checksums]:
     return [x if isinstance(x, dict) else checksums(x, leaf.shape) for leaf, x in parts.values()]
 
 
-def _conclude(temporary: Path, final: Path, parts: Parts, told: list[list[Checksums]]) -> None:
+def _conclude(temporary: Path, final: Path, parts: _Parts, told: list[list[Checksums]]) -> None:
     """Complete the checkpoint that all ranks have written, and give it its name (root only)."""
     leaves = dict[Name, Leaf]()
     for (name, (leaf, _)), of_ranks in zip(parts.items(), zip(*told, strict=True), strict=True):
@@ -237,9 +226,13 @@ def _conclude(temporary: Path, final: Path, parts: Parts, told: list[list[Checks
                 "per-rank values from ctx.rank after restore"
             )
         leaves[name] = leaf._replace(digest=total(of_ranks))
-    mine = {name: leaf.shape for name, (leaf, x) in parts.items() if not isinstance(x, dict)}
+    mine = {name: x.shape for name, (_, x) in parts.items() if not isinstance(x, dict)}
     if mine:
-        padded = {name: shape for name, shape in mine.items() if parts[name][1].shape != shape}
+        padded = {name: leaves[name].shape for name, shape in mine.items() if leaves[name].shape != shape}
         arrays.finalize(temporary / directory.ITEM, padded)
     manifest.write(temporary, int(final.name), leaves)
-    directory.publish(temporary, final)
+    directory.sync_to_disk(temporary)
+    if os.path.lexists(final):  # a damaged one
+        directory.discard(final)
+    temporary.rename(final)
+    directory.sync_to_disk(final.parent)
