@@ -203,7 +203,7 @@ MUTANTS: list[Mutant] = [
 ]  # fmt: skip
 # Checkpoints, data, logs.
 MUTANTS += [
-    Mutant("digests are not compared", "jaxdist/checkpoint/arrays.py", "in everyone) != leaves[name].digest:",
+    Mutant("digests are not compared", "jaxdist/checkpoint/arrays.py", "in everyone) != leaf.digest:",
            "in everyone) < 0:", "tests/io/test_damage.py::test_each_damage_is_told"),
     Mutant("digests of arrays split over ranks are not compared", "jaxdist/checkpoint/reading.py",
            "            arrays.compare(root / str(found), leaves, everyone)\n", "",
