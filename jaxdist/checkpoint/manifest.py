@@ -85,7 +85,7 @@ def unreadable(what: str, error: Exception) -> CheckpointError:
     if number in _DAMAGE and not isinstance(error, MemoryError):
         return DamagedError(f"{what} is damaged: {in_words(error)}")
     return CheckpointError(
-        f"{what} can't be read: {in_words(error)}. This is not damage: restore again after mending it"
+        f"{what} can't be read: {in_words(error)}. This is not damage: fix the cause and restore again"
     )
 
 
