@@ -3,7 +3,7 @@
 import importlib.util
 
 # The extra that brings each package.
-EXTRAS = {"grain": "data", "orbax.checkpoint": "checkpoint", "tensorstore": "checkpoint"}
+EXTRAS = {"grain": "data", "orbax.checkpoint": "checkpoint", "tensorstore": "checkpoint", "safetensors": "safetensors"}
 
 
 def missing(package: str, feature: str) -> ImportError:

@@ -203,7 +203,7 @@ MUTANTS: list[Mutant] = [
 ]  # fmt: skip
 # Checkpoints, data, logs.
 MUTANTS += [
-    Mutant("digests are not compared", "jaxdist/checkpoint/arrays.py", "in everyone) != leaves[name].digest:",
+    Mutant("digests are not compared", "jaxdist/checkpoint/arrays.py", "in everyone) != leaf.digest:",
            "in everyone) < 0:", "tests/io/test_damage.py::test_each_damage_is_told"),
     Mutant("digests of arrays split over ranks are not compared", "jaxdist/checkpoint/reading.py",
            "            arrays.compare(root / str(found), leaves, everyone)\n", "",
@@ -213,13 +213,13 @@ MUTANTS += [
     Mutant("damage is not passed over", "jaxdist/checkpoint/reading.py",
            "        except (DamagedError, FileNotFoundError) as failure:",
            "        except FileNotFoundError as failure:", "tests/io/test_damage.py::test_the_one_before"),
-    Mutant("the latest is the lowest", "jaxdist/checkpoint/reading.py", "in reversed([number for number in steps(root)",
-           "in ([number for number in steps(root)", "tests/io/test_checkpoints.py -k names_and_not_by_times"),
+    Mutant("the latest is the lowest", "jaxdist/checkpoint/reading.py", "in reversed(known):", "in known:",
+           "tests/io/test_checkpoints.py -k names_and_not_by_times"),
     Mutant("a changed manifest is believed", "jaxdist/checkpoint/manifest.py",
            "        if outer[\"digest\"] != hashlib.sha256(content.encode()).hexdigest():", "        if False:",
            "tests/io/test_damage.py::test_each_damage_is_told"),
-    Mutant("renamed before it is synced", "jaxdist/checkpoint/directory.py", "    sync_to_disk(temporary)\n", "",
-           "tests/io/test_damage.py::test_it_has_its_name_when_all_of_it_is_on_disk"),
+    Mutant("renamed before it is synced", "jaxdist/checkpoint/writing.py", "    directory.sync_to_disk(temporary)\n",
+           "", "tests/io/test_damage.py::test_it_has_its_name_when_all_of_it_is_on_disk"),
     Mutant("shards are saved as training changes them", "jaxdist/checkpoint/writing.py",
            "copied(array, array.sharding) if copy else array\n", "array\n",
            "tests/io/test_checkpoints.py::test_a_step_may_take_what_is_being_saved"),

@@ -5,6 +5,7 @@ Orbax can read them too, but a failed read closes its event loop, and all others
 
 import functools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -75,43 +76,33 @@ def read(directory: Path, leaves: Leaves, like: dict[Name, Any]) -> tuple[dict[N
     """Return leaves like their counterparts, and the checksums of the slices that this process has read."""
     import tensorstore as ts
 
-    def result(future: Any, name: Name) -> Any:
+    context = ts.Context({"cache_pool": {"total_bytes_limit": _INDEX_IN_MEMORY}})
+    blocks = {name: _blocks(like[name], leaf) for name, leaf in leaves.items()}
+
+    def read_one(name: Name) -> Checksums:
+        leaf, mine = leaves[name], blocks[name]
         try:
-            return future.result()
-        except MemoryError:
-            raise
+            if leaf.dtype and 0 not in leaf.shape:  # orbax refuses empty arrays
+                array = ts.open(_spec(directory / ITEM, name), open=True, read=True, context=context).result()
+                for reading in [_fill(block, at, array) for at, block in mine.items()]:
+                    reading.result()
         except Exception as error:
             raise unreadable(f"leaf {'.'.join(name)} of checkpoint {directory}", error) from None
+        return {at: checksum(block, [a for a, _ in at]) for at, block in mine.items() if leaf.dtype}
 
-    context = ts.Context({"cache_pool": {"total_bytes_limit": _INDEX_IN_MEMORY}})
-    # Orbax refuses empty arrays.
-    stored = [name for name, leaf in leaves.items() if leaf.dtype and 0 not in leaf.shape]
-    opened = {name: ts.open(_spec(directory / ITEM, name), open=True, read=True, context=context) for name in stored}
-    begun: dict[Name, tuple[dict[Bounds, np.ndarray], list[Any]]] = {}
-    for name, leaf in leaves.items():
-        begun[name] = blocks, reads = _blocks(like[name], leaf), []
-        if name in opened:
-            array = result(opened.pop(name), name)
-            if tuple(array.shape) != leaf.shape or array.dtype.numpy_dtype != leaf.dtype:
-                raise _differs(directory, name)
-            reads += [_fill(block, at, array) for at, block in blocks.items()]
-    values: dict[Name, Any] = {}
-    sums: dict[Name, Checksums] = {}
-    for name, leaf in leaves.items():
-        blocks, reads = begun.pop(name)
-        for reading in reads:
-            result(reading, name)
-        if leaf.dtype:
-            sums[name] = {at: checksum(block, [a for a, _ in at]) for at, block in blocks.items()}
-        values[name] = _placed(blocks, like[name], leaf)
+    values, sums = dict[Name, Any](), dict[Name, Checksums]()
+    with ThreadPoolExecutor() as pool:
+        for name, own in zip(leaves, pool.map(read_one, leaves), strict=True):
+            values[name], sums[name] = _placed(blocks.pop(name), like[name], leaves[name]), own
     return values, sums
 
 
 def compare(directory: Path, leaves: Leaves, everyone: Sequence[dict[Name, Checksums]]) -> None:
     """Raise an error if a digest of the leaves that the ranks have read is not the saved one."""
-    for name in everyone[0]:
-        if total(sums[name] for sums in everyone) != leaves[name].digest:
-            raise _differs(directory, name)
+    for name, leaf in leaves.items():
+        if leaf.dtype and total(sums[name] for sums in everyone) != leaf.digest:
+            label = ".".join(name)
+            raise DamagedError(f"leaf {label} of checkpoint {directory} is damaged: its digest does not match")
 
 
 def _fill(block: np.ndarray, at: Bounds, array: Any) -> Any:
@@ -120,11 +111,6 @@ def _fill(block: np.ndarray, at: Bounds, array: Any) -> Any:
 
     real = tuple(slice(min(a, n), min(b, n)) for (a, b), n in zip(at, array.shape, strict=True))
     return ts.array(block)[tuple(slice(0, s.stop - s.start) for s in real)].write(array[real])
-
-
-def _differs(directory: Path, name: Name) -> DamagedError:
-    """Return the error about a leaf that differs from the saved one."""
-    return DamagedError(f"leaf {'.'.join(name)} of checkpoint {directory} is damaged: its digest does not match")
 
 
 def _place(x: Any, leaf: Leaf) -> tuple[NamedSharding | None, tuple[int, ...]]:

@@ -52,15 +52,6 @@ def steps(path: Path) -> list[int]:
         found = [n for n in numbers if any((path / str(n) / part).exists() for part in (manifest.FILE, ITEM))]
 
 
-def publish(temporary: Path, final: Path) -> None:
-    """Give a complete checkpoint its name, replacing a damaged one."""
-    sync_to_disk(temporary)
-    if os.path.lexists(final):
-        discard(final)
-    temporary.rename(final)
-    sync_to_disk(final.parent)
-
-
 def sync_to_disk(directory: Path) -> None:
     """Flush a directory, so that a rename in it survives a power failure."""
     fd = os.open(directory, os.O_RDONLY)
@@ -107,16 +98,13 @@ def lock(path: Path) -> None:
     said = os.pread(fd, 200, 0).decode(errors="replace")
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise CheckpointError(
-            f"a different job saves into {path}: {said!r}, according to {file}. To keep checkpoints apart, give each "
-            "job its own directory, or end that job"
-        ) from None
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
             os.close(fd)
-            raise
+            raise CheckpointError(
+                f"a different job saves into {path}: {said!r}, according to {file} ({error}). To keep checkpoints "
+                "apart, give each job its own directory, or end that job"
+            ) from None
         say_once(f"{file} is on a file system without locks: make sure that one job at a time saves there")
     _held[file] = fd
     with contextlib.suppress(OSError):  # on a full disk: the lock counts, not the text

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint.manifest import IN_SAFETENSORS, named, on_host, stored_form
+from jaxdist.extras import need
 from jaxdist.runtime.context import get_context
 from jaxdist.sharding import unshard
 
@@ -25,8 +26,9 @@ def export(path: str | os.PathLike[str], tree: Any, rename: Mapping[str, str] | 
         ``{r"^params\\.": "", r"blocks\\.(\\d+)": r"layers.\\1"}``.
 
     Raises:
-      ValueError: (on every rank) the file has a different ending, two arrays get one name, safetensors is not
-        installed, or the format does not have an array's dtype (``.npz``: bfloat16, float8, int4).
+      ValueError: (on every rank) the file has a different ending, two arrays get one name, or the format does
+        not have an array's dtype (``.npz``: bfloat16, float8, int4).
+      ImportError: (on every rank) safetensors is not installed.
       OSError: (on every rank) the root cannot write there.
 
     Example:
@@ -47,7 +49,7 @@ def export(path: str | os.PathLike[str], tree: Any, rename: Mapping[str, str] | 
             write(Path(path), leaves, rename)
         return Part(None)
 
-    on_every_rank(ctx, "export", part, raises=(OSError, ValueError), patient=True)
+    on_every_rank(ctx, "export", part, raises=(OSError, ValueError, ImportError), patient=True)
 
 
 def write(file: Path, leaves: Mapping[str, np.ndarray | str], rename: Mapping[str, str] | None = None) -> int:
@@ -77,9 +79,8 @@ def write(file: Path, leaves: Mapping[str, np.ndarray | str], rename: Mapping[st
         with file.open("wb") as out:
             np.savez(out, allow_pickle=False, **arrays, **{name: np.array(x) for name, x in texts.items()})
     else:
-        try:
-            from safetensors.numpy import save_file
-        except ImportError:
-            raise ValueError("safetensors is not installed: pip install 'jaxdist[safetensors]'") from None
+        need("safetensors", "a .safetensors file")
+        from safetensors.numpy import save_file
+
         save_file({name: np.array(x, order="C") for name, x in arrays.items()}, file, metadata=texts)
     return len(arrays)

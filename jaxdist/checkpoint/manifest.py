@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxdist.errors import CheckpointError, message_of
+from jaxdist.errors import CheckpointError, in_words
 from jaxdist.placements.layouts import Padded
 from jaxdist.sharding import unshard
 from jaxdist.step.batch import is_keys
@@ -27,7 +27,6 @@ PYTHON = (bool, int, float, complex, str, np.str_)  # stored in the manifest its
 Name = tuple[str, ...]  # the keys of a leaf
 _SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")  # in tensorstore's errors
 _DAMAGE = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # None: read, but invalid
-_LONGEST = 1_000  # characters of a library's message
 
 
 class DamagedError(CheckpointError):
@@ -81,26 +80,20 @@ def read(directory: Path, step: int | None) -> Leaves:
 
 def unreadable(what: str, error: Exception) -> CheckpointError:
     """Return the error about a file or leaf: damage, unless the system failed (a disk, rights, too many open files)."""
-    text = brief(error)
     found = _SYSTEM_ERROR.search(str(error))
     number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
-    if number in _DAMAGE:
-        return DamagedError(f"{what} is damaged: {text}")
-    return CheckpointError(f"{what} can't be read: {text}. This is not damage: restore again once the cause is gone")
-
-
-def brief(error: BaseException) -> str:
-    """Return a library's message, without the middle if long: tensorstore names the cause last."""
-    text = f"{type(error).__name__}: {' '.join(message_of(error).split())}"
-    return text if len(text) < _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
+    if number in _DAMAGE and not isinstance(error, MemoryError):
+        return DamagedError(f"{what} is damaged: {in_words(error)}")
+    return CheckpointError(
+        f"{what} can't be read: {in_words(error)}. This is not damage: fix the cause and restore again"
+    )
 
 
 def named(state: Any) -> dict[Name, Any]:
     """Return the leaves of a state by their names."""
     leaves, labels = dict[Name, Any](), set[str]()
     for path, x in jax.tree_util.tree_leaves_with_path(state):
-        keys = [next((getattr(k, a) for a in ("key", "name", "idx") if hasattr(k, a)), k) for k in path]
-        name = tuple(map(str, keys)) or ("state",)
+        name = tuple(jax.tree_util.keystr((key,), simple=True) for key in path) or ("state",)
         if (label := ".".join(name).removesuffix("/")) in labels:  # see `arrays`
             raise ValueError(f"two leaves would both be named {label}: keep dots out of one of the keys")
         labels.add(label)

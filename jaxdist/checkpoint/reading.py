@@ -1,5 +1,6 @@
 """`restore` and `latest_step`: find a checkpoint, and read it onto the devices of this job."""
 
+import contextlib
 import functools
 import os
 import socket
@@ -17,7 +18,7 @@ from jaxdist.checkpoint.writing import await_pending
 from jaxdist.compat import under_no_mesh
 from jaxdist.errors import CheckpointError
 from jaxdist.extras import need
-from jaxdist.runtime.context import Context, get_context
+from jaxdist.runtime.context import get_context
 from jaxdist.step.batch import is_keys
 from jaxdist.tracebacks import api_boundary
 
@@ -59,13 +60,15 @@ def restore(path: str | os.PathLike[str], like: T, step: int | None = None) -> T
     ctx = get_context()
     await_pending()
     root, failed = absolute(path), dict[int, Exception]()
+
+    def choose() -> Part[None]:
+        return Part(None, (("the step", str(step)),), _find(root, step, failed) if ctx.is_root else None)
+
     for _ in range(_TRIES):
-        choose = functools.partial(_choose, ctx, root, step, like, failed)
-        _, told = on_every_rank(ctx, "restore", choose, raises=_ERRORS, advice="Restore the same step")
-        found: int = told[0]
+        found: int = on_every_rank(ctx, "restore", choose, raises=_ERRORS, advice="Restore the same step")[1][0]
         if found in failed:  # only some ranks may see it
             raise failed[found]
-        read = functools.partial(_read_own, root, found, like)
+        read = functools.partial(_read_own, root / str(found), found, like)
         try:
             # Reading may take much longer on one rank than on the others.
             (state, leaves), everyone = on_every_rank(ctx, "restore", read, raises=_ERRORS, patient=True)
@@ -96,17 +99,17 @@ def latest_step(path: str | os.PathLike[str]) -> int | None:
       True
     """
     await_pending()
-    return _find(absolute(path), None, {})
+    with contextlib.suppress(FileNotFoundError):
+        return _find(absolute(path), None, {})
+    return None
 
 
 def read_all(path: str | os.PathLike[str]) -> tuple[Path, dict[str, np.ndarray | str]]:
     """Return one checkpoint's directory and all leaves as host arrays, for export in one process."""
     need("tensorstore", "jaxdist export")
-    path = absolute(path)
-    found = _find(path, None, {})
-    directory = path if found is None else path / str(found)
+    directory = absolute(path)
     if not (directory / manifest.FILE).exists():
-        raise FileNotFoundError(f"{path} is not a checkpoint: expected a step, such as run/checkpoints/100")
+        directory /= str(_find(directory, None, {}))
     leaves = manifest.read(directory, int(directory.name) if directory.name.isdecimal() else None)
     kinds = {kind.__name__: kind for kind in PYTHON}
     like = {name: np.zeros((), leaf.dtype) if leaf.dtype else kinds[leaf.kind]() for name, leaf in leaves.items()}
@@ -115,41 +118,29 @@ def read_all(path: str | os.PathLike[str]) -> tuple[Path, dict[str, np.ndarray |
     return directory, {".".join(name): x if isinstance(x, str) else np.asarray(x) for name, x in values.items()}
 
 
-def _find(root: Path, step: int | None, failed: dict[int, Exception]) -> int | None:
-    """Return a step; the default is the highest one that is not known to be damaged."""
-    for number in reversed([number for number in steps(root) if step in (None, number)]):
-        if isinstance(failed.get(number), DamagedError):
-            continue
+def _find(root: Path, step: int | None, failed: dict[int, Exception]) -> int:
+    """Return the step asked for, or the highest one; add those with a damaged manifest to `failed`."""
+    there = steps(root)
+    known = [number for number in there if step in (None, number)]
+    for number in reversed(known):
         try:
-            manifest.read(root / str(number), number)
+            if not isinstance(failed.get(number), DamagedError):
+                manifest.read(root / str(number), number)
+                return number
         except FileNotFoundError:
             return _find(root, step, failed)  # removed just now
         except DamagedError as error:
             failed[number] = error
-        else:
-            return number
-    if damaged := [f"step {number}: {error}" for number, error in failed.items() if isinstance(error, DamagedError)]:
-        asked = "" if step is None else f" of step {step}"
-        raise CheckpointError(f"{root} has no whole checkpoint{asked}. {'; '.join(damaged)}")
-    return None
+    asked = "" if step is None else f" of step {step}"
+    if known:
+        problems = "; ".join(f"step {number}: {failed[number]}" for number in known)
+        raise CheckpointError(f"{root} has no whole checkpoint{asked}. {problems}")
+    raise FileNotFoundError(f"found no checkpoint{asked} in {root}; steps: {', '.join(map(str, there)) or 'none'}")
 
 
-def _choose(ctx: Context, root: Path, step: int | None, like: Any, failed: dict[int, Exception]) -> Part[None]:
-    """Let the root choose the checkpoint to read."""
-    need("tensorstore", "jaxdist.restore")
-    for name, x in named(like).items():
-        if not isinstance(x, jax.ShapeDtypeStruct) and (why := manifest.refusal(x)):
-            raise TypeError(f"leaf {'.'.join(name)} of `like` can't be restored: {why}")
-    found = _find(root, step, failed) if ctx.is_root else None
-    if ctx.is_root and found is None:
-        wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-        raise FileNotFoundError(f"found no {wanted} in {root}; steps: {', '.join(map(str, steps(root))) or 'none'}")
-    return Part(None, (("the step", str(step)),), found)
-
-
-def _read_own(root: Path, step: int, like: Any) -> Part[tuple[Any, Leaves]]:
+def _read_own(directory: Path, step: int, like: Any) -> Part[tuple[Any, Leaves]]:
     """Read this rank's part of a checkpoint."""
-    directory = root / str(step)
+    need("tensorstore", "jaxdist.restore")
     if not directory.is_dir():
         raise FileNotFoundError(
             f"{socket.gethostname()} does not see {directory}, but rank 0 does. Do all hosts share it?"
@@ -162,19 +153,22 @@ def _read_own(root: Path, step: int, like: Any) -> Part[tuple[Any, Leaves]]:
 
 
 def _check_leaves(where: Path, like: dict[Name, Any], leaves: Leaves) -> None:
-    """Raise an error about the first leaf that differs between the checkpoint and `like`."""
+    """Raise an error about the first leaf of `like` that can't be restored, or differs from the checkpoint."""
     for name in dict.fromkeys([*like, *leaves]):
+        label = ".".join(name)
+        x: Any = like.get(name)
+        if name in like and not isinstance(x, jax.ShapeDtypeStruct) and (why := manifest.refusal(x)):
+            raise TypeError(f"leaf {label} of `like` can't be restored: {why}")
         saved = leaves[name].kind if name in leaves else "missing"
-        wanted = kind_of(like[name]) if name in like else "missing"
-        if saved != wanted and not (name in leaves and name in like and _is_number(leaves[name], like[name])):
+        wanted = kind_of(x) if name in like else "missing"
+        if saved != wanted and not (name in leaves and name in like and _is_number(leaves[name], x)):
             raise CheckpointError(
-                f"leaf {'.'.join(name)} of checkpoint {where} is {saved}, in `like` {wanted}: restore the state as it "
-                "was saved, and convert it afterwards"
+                f"leaf {label} of checkpoint {where} is {saved}, in `like` {wanted}: restore the state as it was "
+                "saved, and convert it afterwards"
             )
-        x = like[name]
         ours = isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) and not is_keys(x)
         if ours and jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
-            raise CheckpointError(f"leaf {'.'.join(name)} is {x.dtype}: set jax_enable_x64, or use NumPy in `like`")
+            raise CheckpointError(f"leaf {label} is {x.dtype}: set jax_enable_x64, or use NumPy in `like`")
 
 
 def _is_number(leaf: Leaf, x: Any) -> bool:

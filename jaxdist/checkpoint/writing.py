@@ -1,16 +1,13 @@
 """`save`: write a checkpoint, in the background if asked, and give it its name once all of it is on disk."""
 
-import contextlib
 import functools
 import math
 import os
-import queue
 import secrets
 import shutil
-import socket
-import threading
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +20,18 @@ from jaxdist.agreement.description import list_ranks, unlike_the_root
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint import arrays, directory, manifest
 from jaxdist.checkpoint.checksum import Checksums, checksums, total
-from jaxdist.checkpoint.manifest import PYTHON, Leaf, Name, brief, kind_of, named, on_host, refusal, stored_form
+from jaxdist.checkpoint.manifest import PYTHON, Leaf, Name, kind_of, named, on_host, refusal, stored_form
 from jaxdist.compat import under_no_mesh
 from jaxdist.control import failfast
-from jaxdist.errors import CheckpointError
+from jaxdist.errors import CheckpointError, in_words
 from jaxdist.extras import need
 from jaxdist.placements.layouts import Padded, copied, physical
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.step.batch import is_keys
 from jaxdist.tracebacks import api_boundary
 
-_SLICE = 5.0  # seconds between checks of a waiting rank whether the job is ending
 _pending: "Saving | None" = None
+_Parts = dict[Name, tuple[Leaf, Any]]  # see `_part`
 
 
 class Saving:
@@ -42,21 +39,16 @@ class Saving:
 
     def __init__(self, step: int, write: Callable[[], None]):
         self.step = step
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(write,), name="jaxdist-save")
-
-    def _run(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except BaseException as error:  # raised by wait()
-            self._error = error
+        self._told = False
+        executor = ThreadPoolExecutor(1, "jaxdist-save")
+        self._end = executor.submit(write)
+        executor.shutdown(wait=False)  # its thread ends after the write
 
     @api_boundary
     def wait(self) -> None:
         """Return when the checkpoint is complete and on disk everywhere; raise its error, once."""
-        self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
+        if (error := self._end.exception()) and not self._told:
+            self._told = True
             raise error
 
 
@@ -79,23 +71,6 @@ def _at_exit(ctx: Context) -> None:
             failfast.end(ctx.control, CheckpointError(f"the script ended, but its last save had failed: {error}"))
 
     compat.before_threads_end(end)
-
-
-def _by_mail(ctx: Context, tag: str, mine: Any) -> list[Any]:
-    """Return the value of each rank: an exchange in a thread, while the main thread makes its own."""
-
-    def take(rank: int) -> Any:
-        while not ctx.control.ending:  # the control channel notices a rank's end, and ends this process
-            with contextlib.suppress(queue.Empty):
-                return ctx.control.take(tag, rank, _SLICE)
-        raise CheckpointError(f"save: rank {ctx.rank} stops because the job is ending")
-
-    if not ctx.is_root:
-        ctx.control.put(tag, mine, to=0)
-        return take(0)
-    everyone = [mine, *(take(rank) for rank in range(1, ctx.size))]
-    ctx.control.put(tag, everyone)
-    return everyone
 
 
 @api_boundary
@@ -156,34 +131,31 @@ def save(
     # A new name, so leftovers of a killed job do not matter.
     temporary = final.with_name(f"{step}.{token}{directory.UNFINISHED}")
 
-    def on_each(work: Callable[[], Any]) -> list[Any]:
-        def part() -> Part[None]:
-            try:
-                return Part(None, told=work())
-            except Exception as error:
-                raise CheckpointError(
-                    f"checkpoint {final} was not written (earlier ones are unchanged): {brief(error)} "
-                    f"(host {socket.gethostname()})"
-                ) from error
+    def on_each(phase: str, work: Callable[[], Any]) -> list[Any]:
+        def exchange(mine: Any) -> list[Any]:  # by mail: the main thread makes exchanges of its own meanwhile
+            tag = f"save/{token}/{phase}"
+            ctx.control.put(tag, mine)
+            # Without a limit: when a rank ends, the control channel ends this process.
+            return [mine if rank == ctx.rank else ctx.control.take(tag, rank, None) for rank in range(ctx.size)]
 
-        exchange = functools.partial(_by_mail, ctx, f"save/{token}")
+        part = lambda: Part(None, told=work())
         return on_every_rank(ctx, "save", part, raises=(CheckpointError,), patient=True, exchange=exchange)[1]
 
     def write() -> None:
         try:
-            told = on_each(lambda: _write(ctx, temporary / directory.ITEM, parts))
-            on_each(lambda: _conclude(temporary, final, parts, told) if ctx.is_root else None)
-        except BaseException:
+            told = on_each("write", lambda: _write(ctx, temporary / directory.ITEM, parts))
+            on_each("conclude", lambda: _conclude(temporary, final, parts, told) if ctx.is_root else None)
+        except BaseException as error:
             if ctx.is_root:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise
+            unchanged = f"checkpoint {final} was not written (earlier ones are unchanged)"
+            raise CheckpointError(f"{unchanged}: {in_words(error)}") from error
         if ctx.is_root:
             directory.tidy(final, keep)
 
     global _pending
     _at_exit(ctx)
     saving = _pending = Saving(int(step), write)
-    saving._thread.start()
     if wait:
         saving.wait()
     return saving
@@ -216,12 +188,8 @@ def _make_ready(final: Path) -> None:
         raise FileExistsError(f"{final} already exists: restore it, remove it, or save into a different directory")
 
 
-# The arrays that this rank writes, whole or in part; the checksums of those that only the root writes.
-Parts = dict[Name, tuple[Leaf, Any]]
-
-
 def _part(ctx: Context, x: Any, copy: bool) -> tuple[Leaf, Any]:
-    """Prepare a leaf for writing; copy it if training continues meanwhile."""
+    """Return a leaf with the array that this rank writes, whole or in part, or with its checksums if it writes none."""
     if type(x) in PYTHON:
         text = str(x) if isinstance(x, str) else x
         return Leaf(kind_of(x), text), {(): zlib.crc32(repr(text).encode())}
@@ -238,7 +206,7 @@ def _part(ctx: Context, x: Any, copy: bool) -> tuple[Leaf, Any]:
     return leaf, checksums(whole, whole.shape)
 
 
-def _write(ctx: Context, item: Path, parts: Parts) -> list[Checksums]:
+def _write(ctx: Context, item: Path, parts: _Parts) -> list[Checksums]:
     """Write this rank's part, and return its checksums of each leaf."""
     mine = {name: x for name, (_, x) in parts.items() if not isinstance(x, dict)}
     item.mkdir(parents=True, exist_ok=True)
@@ -247,7 +215,7 @@ def _write(ctx: Context, item: Path, parts: Parts) -> list[Checksums]:
     return [x if isinstance(x, dict) else checksums(x, leaf.shape) for leaf, x in parts.values()]
 
 
-def _conclude(temporary: Path, final: Path, parts: Parts, told: list[list[Checksums]]) -> None:
+def _conclude(temporary: Path, final: Path, parts: _Parts, told: list[list[Checksums]]) -> None:
     """Complete the checkpoint that all ranks have written, and give it its name (root only)."""
     leaves = dict[Name, Leaf]()
     for (name, (leaf, _)), of_ranks in zip(parts.items(), zip(*told, strict=True), strict=True):
@@ -258,9 +226,13 @@ def _conclude(temporary: Path, final: Path, parts: Parts, told: list[list[Checks
                 "per-rank values from ctx.rank after restore"
             )
         leaves[name] = leaf._replace(digest=total(of_ranks))
-    mine = {name: leaf.shape for name, (leaf, x) in parts.items() if not isinstance(x, dict)}
+    mine = {name: x.shape for name, (_, x) in parts.items() if not isinstance(x, dict)}
     if mine:
-        padded = {name: shape for name, shape in mine.items() if parts[name][1].shape != shape}
+        padded = {name: leaves[name].shape for name, shape in mine.items() if leaves[name].shape != shape}
         arrays.finalize(temporary / directory.ITEM, padded)
     manifest.write(temporary, int(final.name), leaves)
-    directory.publish(temporary, final)
+    directory.sync_to_disk(temporary)
+    if os.path.lexists(final):  # a damaged one
+        directory.discard(final)
+    temporary.rename(final)
+    directory.sync_to_disk(final.parent)

@@ -157,7 +157,7 @@ class Control(Process):
         """Leave something small and picklable for a rank, or for all others; does not wait for them."""
         self.post(_MAIL, (name, value), to)
 
-    def take(self, name: str, rank: int, seconds: float) -> Any:
+    def take(self, name: str, rank: int, seconds: float | None) -> Any:
         """What a rank has left under this name; it is gone then. Raises queue.Empty if it has not come in time."""
         found = self._box(name, rank).get(timeout=seconds)
         self._mail.pop((name, rank))

@@ -210,7 +210,7 @@ def test_a_failure_in_the_background_is_told_once(call: str, tmp_path: Path) -> 
     jaxdist.save(tmp_path, STATE, 1)
     with small_files():
         saving = jaxdist.save(tmp_path, large, 2, wait=False)
-        while any(thread.name == "jaxdist-save" for thread in threading.enumerate()):
+        while any(thread.name.startswith("jaxdist-save") for thread in threading.enumerate()):
             time.sleep(0.01)
     calls: dict[str, Callable[[], Any]] = {
         "save": lambda: jaxdist.save(tmp_path, STATE, 3), "restore": lambda: jaxdist.restore(tmp_path, STATE),
