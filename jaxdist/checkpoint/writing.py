@@ -7,7 +7,7 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from jaxdist.runtime.context import Context, get_context
 from jaxdist.step.batch import is_keys
 from jaxdist.tracebacks import api_boundary
 
+_REMIND_SECONDS = 30.0
 _pending: "Saving | None" = None
 _Parts = dict[Name, tuple[Leaf, Any]]  # see `_part`
 
@@ -40,13 +41,17 @@ class Saving:
     def __init__(self, step: int, write: Callable[[], None]):
         self.step = step
         self._told = False
-        executor = ThreadPoolExecutor(1, "jaxdist-save")
+        executor = futures.ThreadPoolExecutor(1, "jaxdist-save")
         self._end = executor.submit(write)
         executor.shutdown(wait=False)  # its thread ends after the write
 
     @api_boundary
     def wait(self) -> None:
         """Return when the checkpoint is complete and on disk everywhere; raise its error, once."""
+        seconds = _REMIND_SECONDS
+        while not futures.wait([self._end], seconds).done:
+            get_context().control.say(f"save: step {self.step} is still being written, here or on a slower rank")
+            seconds *= 2
         if (error := self._end.exception()) and not self._told:
             self._told = True
             raise error
