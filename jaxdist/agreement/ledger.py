@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import jax
 
-from jaxdist.control.channel import Control
 from jaxdist.runtime.context import Context
 
 _NEXT = "the next call"
@@ -32,8 +31,8 @@ class Ledger:
     """The calls of this rank; ask a context for its `only` one."""
 
     def __init__(self, context: Context):
-        self.count, self.unsettled = 0, False  # whether the call entered last has ended with an error here
-        self._control: Control = context.control
+        self.count = 0
+        self._context, self._control = context, context.control
         self._lock = threading.Lock()  # this rank enters a call, or its watcher judges: never both at once
         self._named: deque[str] = deque(maxlen=_NAMED)
         self._last, self._run = b"", 0  # the last call, and how often it was made in a row
@@ -62,7 +61,8 @@ class Ledger:
         """Check whether a call must be compared first: unexpected, awaited by a rank, or after one that failed."""
         with self._lock:
             waiting = [entry.position for *_, entry in self._control.waiting.values()]
-            return self.unsettled or not self._foreseen(entry) or self.count in (*waiting, *self._announced.values())
+            asked = self.count in (*waiting, *self._announced.values())
+        return self._context.watchdog.failed or asked or not self._foreseen(entry)
 
     def announce(self, entry: Entry) -> None:
         """Announce a call in which the ranks compare outside of the control channel."""

@@ -42,11 +42,13 @@ class ActiveCall:
             try:
                 if output.is_deleted():  # is_ready would crash the process (jax 0.10)
                     return None
-                self.over = output.is_ready()
-            except RuntimeError:  # donated just now
-                return None
-            if self.over:
-                self.output = None
+                if output.is_ready():
+                    output.block_until_ready()  # raises the error of a program that has failed on its device
+                    self.over, self.output = True, None
+            except RuntimeError as error:
+                if output.is_deleted():  # donated just now
+                    return None
+                self.error, self.over, self.output = type(error).__name__, True, None
         return self.over
 
 
@@ -82,6 +84,11 @@ class Watchdog:
         self._newest = ActiveCall(what, self._control.position())
         return self._newest
 
+    @property
+    def failed(self) -> bool:
+        """Whether the newest call of a step here is known to have ended with an error."""
+        return self._newest is not None and bool(self._newest.finished() and self._newest.error)
+
     def whereabouts(self, ranks: Collection[int], position: int = 0) -> str | None:
         """Where ranks are that do not come, to a call of the ledger if one is given; asks them."""
         reports = self._ask({0, *ranks} - {self._control.rank})
@@ -93,7 +100,7 @@ class Watchdog:
             if report is None:
                 absent.append(f"{who} {_SILENT}")
             elif report.position >= position > 0:
-                if report.failed[0] == position:
+                if report.failed[0] >= position:
                     absent.append(f"{who} left it with {report.failed[1]}")
             elif not (report.busy and report.position <= self._control.position()):
                 absent.append(f"{who} has entered {report.position} calls and is at {report.at}")
@@ -117,8 +124,7 @@ class Watchdog:
                 watched = newest
 
     def _judge(self, call: ActiveCall, newest: ActiveCall) -> None:
-        left = self._control.left
-        absent = self.whereabouts([r for r in self._control.others if r not in left], call.position)
+        absent = self.whereabouts(self._control.others, call.position)
         where = f"{call.what}: rank {self._control.rank} has waited for {time.monotonic() - call.since:.0f} s"
         if call.finished() or newest.finished():  # while we asked
             return

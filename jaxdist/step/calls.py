@@ -107,7 +107,6 @@ class Calls:
             result, found = known.program(state, batch)
         except BaseException as error:
             active.finish(None, type(error).__name__)
-            self._ledger.unsettled = True
             self.context.control.stay_if_ending()  # a rank that left may be its cause
             raise
         active.finish(result)
@@ -213,7 +212,6 @@ class Calls:
         about = Description(f"step {self.name!r}, call {self.number}", entries)
         values = [_value(x, self.placer, fresh or i in moved, self._with_bits) for i, x in enumerate(data)]
         everyone = agree(context, self._tag, about, known.entry.text, known.program.traced, values)
-        self._ledger.unsettled = False
         self._agreed.add(known.entry.digest)
         differs = {}
         for i, of_ranks in enumerate(zip(*everyone, strict=True)):

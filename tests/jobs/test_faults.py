@@ -51,6 +51,7 @@ FAULTS = [
     Fault("raises 0", ("rank 0 (", "ValueError: boom on purpose"), (GLOO,)),
     Fault("raises_in_a_thread", (WHO, "IndexError"), (HAND,), code=1),
     Fault("raises_in_a_callback", ("rank 0 (", "ValueError: boom on purpose"), (MPIRUN, HAND)),
+    Fault("runs_out_of_memory", ("call 3", WHO, "left it with JaxRuntimeError"), (RUN, MPIRUN), env=SHORT),
     Fault("exits 0", ("rank 0 (", "exit code 3"), (MPIRUN, RUN), True, 3),
     Fault("dies", (), (RUN, MPIRUN), code=137),
     Fault("dies 0", ("rank 0 (", "died"), (HAND,)),

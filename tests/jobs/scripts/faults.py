@@ -6,6 +6,7 @@ Whoever gets to the end of a fault that should have ended the job prints THROUGH
 import atexit
 import contextlib
 import os
+import resource
 import signal
 import sys
 import threading
@@ -80,6 +81,17 @@ def raises_in_a_callback() -> None:
     with contextlib.suppress(RuntimeError):
         jax.block_until_ready(jaxdist.data_parallel(called)(np.ones(3)))
     time.sleep(100)
+
+
+def runs_out_of_memory() -> None:
+    """On its device, as JAX says once the result is looked at; and skips the batch."""
+    sorts = jaxdist.data_parallel(lambda w, x: w + jnp.sort(jnp.sin(x.sum() + jnp.arange(1e7)))[:3])
+    for call in range(5):
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 20 if ODD and call == 2 else limits[0], limits[1]))
+        with contextlib.suppress(RuntimeError):
+            jax.block_until_ready(sorts(np.ones(3), batch()))
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def exits() -> None:
