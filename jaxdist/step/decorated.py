@@ -106,7 +106,10 @@ class DataParallel(Generic[P, R]):
 
     @api_boundary
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
-        """The program for these arguments, lowered and not yet compiled. Nothing is sent."""
+        """The program for these arguments, lowered and not yet compiled. Nothing is sent.
+
+        It is there to look at (`as_text`, ``compile().cost_analysis()``); its arguments are leaves as jaxdist places them.
+        """
         program = self.program(*args, **kwargs)
         self._calls(args, kwargs).announce(program)
         return program.lower()

@@ -232,6 +232,8 @@ def _filled(x: Any, how: Layout) -> Any:
         if x.layout is how:
             return x.array
         x = np.asarray(x)
+    if type(x) is np.ndarray:  # JAX's own cast, without jax_enable_x64, is a race between devices (jax 0.10)
+        x = x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
     return _lengthened(x, how.cuts)
 
 

@@ -147,7 +147,11 @@ class ProgramCache:
     def types(self, signature: Signature, leaves: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """Return the types of a call's leaves as the step sees them: the batch has the examples of all ranks."""
         logical = self._placer.logical_batch
-        return [logical(x) if b else abstract(x) for x, b in zip(leaves, signature.is_batch, strict=True)]
+        found = [logical(x) if b else abstract(x) for x, b in zip(leaves, signature.is_batch, strict=True)]
+        for name, dtype in zip(signature.names, (x.dtype for x in found), strict=True):
+            if jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True) != dtype:
+                raise TypeError(f"leaf {name} is {dtype}, and jax_enable_x64 is off: set it, or cast the leaf")
+        return found
 
     def program(self, signature: Signature, leaves: Sequence[Any]) -> Program:
         """The program for leaves that come like these: where they are in shards, or else as the step wants them."""
