@@ -108,7 +108,8 @@ class DataParallel(Generic[P, R]):
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """The program for these arguments, lowered and not yet compiled. Nothing is sent.
 
-        It is there to look at (`as_text`, ``compile().cost_analysis()``); its arguments are leaves as jaxdist places them.
+        It is there to look at (`as_text`, ``compile().cost_analysis()``): its arguments are leaves as jaxdist keeps
+        them.
         """
         program = self.program(*args, **kwargs)
         self._calls(args, kwargs).announce(program)
