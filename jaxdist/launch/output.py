@@ -7,7 +7,6 @@ launcher; the launcher itself never does: it has to hear of signals and of ranks
 import contextlib
 import io
 import os
-import re
 import select
 import sys
 import threading
@@ -21,7 +20,6 @@ from jaxdist.control.process import within
 LineFilter = Callable[[bytes], bytes]
 
 _LONGEST = 1 << 20  # bytes of a line; the rest of a longer one is taken for the next
-_ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")  # a progress bar ends with \r, to begin its line anew
 NOT_WRITTEN = 120  # the exit code of a Python that can't write its output
 _SAY_S = 1.0  # that a word of our own may take before we go on without it
 _locks: dict[tuple[int, int], threading.Lock] = {}
@@ -42,9 +40,9 @@ class Pump(threading.Thread):
         with contextlib.suppress(OSError), self._source:
             begun = b""  # of a line that has no end yet
             while data := os.read(self._source.fileno(), 1 << 16):
-                *lines, begun = _ENDS.split(begun + data)
-                if len(begun) > _LONGEST:
-                    lines, begun = [*lines, begun], b""
+                # Ends at \r, too: a progress bar's, which begins its line anew.
+                lines = (begun + data).splitlines(keepends=True)
+                begun = b"" if lines[-1].endswith((b"\n", b"\r")) or len(lines[-1]) > _LONGEST else lines.pop()
                 self._write(b"".join(map(self._shown, lines)))
             if begun:
                 self._write(self._shown(begun + b"\n"))

@@ -137,6 +137,7 @@ class Job:
 
     def _note(self, line: bytes) -> bytes:
         """Return a line, and note the cause of a failure that a line tells, unless one is known."""
-        if not self._cause and (match := _CAUSE.search(line)):
+        told = not self._cause and (b"[jaxdist rank" in line or b"PRTE" in line)  # to search each line takes time
+        if told and (match := _CAUSE.search(line)):
             self._cause, self._failing = (match[1] or match[3]).decode(errors="replace"), (match[2] or b"").decode()
         return line
