@@ -195,7 +195,7 @@ MUTANTS: list[Mutant] = [
            "theirs = await self._reader.readexactly(len(mine))",
            "theirs = await self._reader.read(1 << 12)\n"
            "        with __import__('contextlib').suppress(Exception):\n"
-           "            pickle.loads(theirs[4:])",
+           "            pickle.loads(theirs[8:])",
            "tests/control/test_control.py -k goes_on"),
     Mutant("one of several processes is taken for alone", "jaxdist/connectors/__init__.py",
            "    if others is not None:\n        raise", "    if False:\n        raise",

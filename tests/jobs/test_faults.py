@@ -129,9 +129,6 @@ def test_by_hand_each_rank_says_why_and_where_it_is() -> None:
         assert ("stuck_in_the_loader" if rank else "in train") in result.stderr, result.stderr
 
 
-# --- from outside
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [RUN, pytest.param(MPIRUN, marks=pytest.mark.mpi)])
 def test_ctrl_c_in_training_ends_all_ranks(how: str) -> None:

@@ -110,8 +110,7 @@ def dies() -> None:
 
 
 def dies_below_one_that_is_stopped() -> None:
-    """mpirun is."""
-    if ctx.is_root:
+    if ctx.is_root:  # mpirun is stopped
         above = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]
         os.kill(int(above), signal.SIGSTOP)
     ctx.barrier()
