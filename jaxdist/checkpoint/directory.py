@@ -92,7 +92,7 @@ def discard(directory: Path) -> None:
 def lock(path: Path) -> None:
     """Make this process the only one to save into a directory, until it ends."""
     file = path.resolve() / _LOCK
-    if file in _held and os.fstat(_held[file]).st_nlink:  # not removed since
+    if file in _held and file.exists() and os.path.samestat(os.fstat(_held[file]), file.stat()):  # still the same
         return
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     said = os.pread(fd, 200, 0).decode(errors="replace")

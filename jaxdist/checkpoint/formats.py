@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint.manifest import IN_SAFETENSORS, named, on_host, stored_form
+from jaxdist.control import scratch
 from jaxdist.extras import need
 from jaxdist.runtime.context import get_context
 from jaxdist.sharding import unshard
@@ -43,10 +44,8 @@ def export(path: str | os.PathLike[str], tree: Any, rename: Mapping[str, str] | 
 
     def part() -> Part[None]:
         if ctx.is_root:
-            leaves = {
-                ".".join(name): x if isinstance(x, str) else on_host(stored_form(x)) for name, x in named(whole).items()
-            }
-            write(Path(path), leaves, rename)
+            host = lambda x: x if isinstance(x, str) else on_host(stored_form(x))
+            write(Path(path), {".".join(name): host(x) for name, x in named(whole).items()}, rename)
         return Part(None)
 
     on_every_rank(ctx, "export", part, raises=(OSError, ValueError, ImportError), patient=True)
@@ -75,12 +74,15 @@ def write(file: Path, leaves: Mapping[str, np.ndarray | str], rename: Mapping[st
         # `np.load` would return types that are not NumPy's own as meaningless bytes.
         if not (x.dtype.isbuiltin == 1 if file.suffix == ".npz" else x.dtype.name in IN_SAFETENSORS):
             raise ValueError(f"{name} is {x.dtype}, which {file.suffix} does not have: convert it (x.astype) before")
-    if file.suffix == ".npz":
-        with file.open("wb") as out:
-            np.savez(out, allow_pickle=False, **arrays, **{name: np.array(x) for name, x in texts.items()})
-    else:
-        need("safetensors", "a .safetensors file")
-        from safetensors.numpy import save_file
+    with scratch.folder(f".{file.name}.", str(file.parent)) as folder:
+        draft = Path(folder) / file.name
+        if file.suffix == ".npz":
+            with draft.open("wb") as out:
+                np.savez(out, allow_pickle=False, **arrays, **{name: np.array(x) for name, x in texts.items()})
+        else:
+            need("safetensors", "a .safetensors file")
+            from safetensors.numpy import save_file
 
-        save_file({name: np.array(x, order="C") for name, x in arrays.items()}, file, metadata=texts)
+            save_file({name: np.array(x, order="C") for name, x in arrays.items()}, draft, metadata=texts)
+        draft.replace(file)
     return len(arrays)

@@ -84,9 +84,7 @@ def unreadable(what: str, error: Exception) -> CheckpointError:
     number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
     if number in _DAMAGE and not isinstance(error, MemoryError):
         return DamagedError(f"{what} is damaged: {in_words(error)}")
-    return CheckpointError(
-        f"{what} can't be read: {in_words(error)}. This is not damage: fix the cause and restore again"
-    )
+    return CheckpointError(f"{what} can't be read: {in_words(error)}. This is not damage: fix the cause, then restore")
 
 
 def named(state: Any) -> dict[Name, Any]:

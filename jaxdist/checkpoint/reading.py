@@ -1,6 +1,5 @@
 """`restore` and `latest_step`: find a checkpoint, and read it onto the devices of this job."""
 
-import contextlib
 import functools
 import os
 import socket
@@ -99,9 +98,8 @@ def latest_step(path: str | os.PathLike[str]) -> int | None:
       True
     """
     await_pending()
-    with contextlib.suppress(FileNotFoundError):
-        return _find(absolute(path), None, {})
-    return None
+    root = absolute(path)
+    return _find(root, None, {}) if steps(root) else None
 
 
 def read_all(path: str | os.PathLike[str]) -> tuple[Path, dict[str, np.ndarray | str]]:

@@ -5,6 +5,7 @@ import math
 import os
 import secrets
 import shutil
+import threading
 import zlib
 from collections.abc import Callable
 from concurrent import futures
@@ -167,7 +168,9 @@ def save(
 
 
 def _check(leaves: dict[Name, Any], step: Any, keep: Any) -> None:
-    """Refuse leaves that cannot be saved, before writing anything."""
+    """Refuse what cannot be saved, before writing anything."""
+    if not threading.main_thread().is_alive():
+        raise CheckpointError("save: the script is over, and Python starts no more threads: call it before the end")
     if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or step < 0:
         raise ValueError(f"save(step={step!r}): expected an integer, 0 or more")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):

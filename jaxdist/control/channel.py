@@ -166,10 +166,6 @@ class Control(Process):
     def _box(self, name: str, rank: int) -> queue.SimpleQueue[Any]:
         return self._mail.setdefault((name, rank), queue.SimpleQueue())
 
-    def barrier(self, timeout: float | None = None) -> None:
-        """Wait until every rank is here; raises as `exchange` does."""
-        self.exchange("barrier", None, timeout)
-
     def broadcast(self, obj: Any, root: int = 0) -> Any:
         """The root's small picklable object on every rank."""
         return self.exchange("broadcast", obj if self.rank == root else None)[root]

@@ -11,7 +11,7 @@ import jax
 
 from jaxdist import streams
 from jaxdist.control.channel import Control
-from jaxdist.control.process import within
+from jaxdist.control.process import SAY_SECONDS, within
 from jaxdist.control.stacks import users_line
 from jaxdist.errors import ControlError, in_words, leaves, message_of
 
@@ -19,7 +19,6 @@ from jaxdist.errors import ControlError, in_words, leaves, message_of
 _AFTERMATH = (jax.errors.JaxRuntimeError, ControlError, ConnectionError)
 _CAUSE_SECONDS = 1.0
 _INTERRUPTED = 130  # what shells report for Ctrl-C
-_PRINT_SECONDS = 2.0  # for a traceback to be read
 
 
 def install(control: Control) -> None:
@@ -38,7 +37,7 @@ def install(control: Control) -> None:
         control.hold()
         try:
             if not isinstance(error, KeyboardInterrupt):
-                within(_PRINT_SECONDS, streams.flush)
+                within(SAY_SECONDS, streams.flush)
                 out = control.say("".join(traceback.format_exception(error)))
                 if out and previous is not sys.__excepthook__:
                     previous(kind, error, trace)
@@ -76,7 +75,10 @@ def end(control: Control, error: BaseException) -> NoReturn:
 
 
 def end_if_failed(control: Control) -> None:
-    """At exit: if the script ends by `sys.exit` with a failing code, end the others, which wait for this one."""
+    """At exit: if an error or `sys.exit` with a failing code ends the script, end the others, which wait for this."""
+    error = getattr(sys, "last_value", None)
+    if error is not None and not hasattr(sys, "ps1"):  # a hook that was installed later has shown it, and called none
+        end(control, error)
     code, calls = control.exit_said
     number = 0 if code is None else code if isinstance(code, int) else 1  # as Python has it
     if number == 0 or control.ending or calls != control.calls:  # the script caught it and continued

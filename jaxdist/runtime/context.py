@@ -111,7 +111,7 @@ class Context:
           >>> import jaxdist
           >>> jaxdist.init().barrier()
         """
-        self.control.barrier(self.timeout if timeout is None else timeout)
+        self.control.exchange("barrier", None, self.timeout if timeout is None else timeout)
 
     def broadcast(self, tree_or_object: Any, root: int = 0) -> Any:
         """Return the root's value on every process.

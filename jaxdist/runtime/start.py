@@ -89,7 +89,7 @@ def jax_started(
         compat.on_compile(shared, executables.LoweredProgram)
     # Beside MPI only where nothing can stand between: it is for programs of the user's own with XLA's collectives.
     if own.over_gloo and (communicator != "mpi" or _one_host(control)):
-        control.barrier(timeout)
+        control.exchange("barrier", None, timeout)
         gloo.connect(mesh, mesh.axis_names)
     hosts = tuple(each.host for each in resources)
     if communicator == "mpi":
