@@ -145,10 +145,12 @@ def test_a_forked_child_leaves_the_lock_alone(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_nobody_holds(tmp_path: Path) -> None:
-    """Is taken over at once, whatever it says."""
+    """Is taken over at once, whatever it says; one that was moved away is made anew."""
     (tmp_path / LOCK).write_bytes(b"process 1\xff")
-    jaxdist.save(tmp_path, {"w": 2}, 2)
-    assert f"process {os.getpid()} on" in (tmp_path / LOCK).read_text()
+    for step in (2, 3):
+        jaxdist.save(tmp_path, {"w": 2}, step)
+        assert f"process {os.getpid()} on" in (tmp_path / LOCK).read_text()
+        (tmp_path / LOCK).rename(tmp_path / "moved")
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
