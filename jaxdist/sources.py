@@ -17,5 +17,5 @@ def is_ours(file: str) -> bool:
 def of_the_user(file: str) -> bool:
     """Whether a file is code of the user's own: not this library's, not Python's, and not installed."""
     installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
-    installed |= file.endswith(".pyx")  # as it was called where Cython compiled it
+    installed |= file.endswith(".pyx")  # compiled code names it as on the machine that compiled it
     return not (installed or is_ours(file) or file.startswith(("<frozen", _PYTHON)))

@@ -145,7 +145,7 @@ def save(
             return [mine if rank == ctx.rank else ctx.control.take(tag, rank, None) for rank in range(ctx.size)]
 
         part = lambda: Part(None, told=work())
-        return on_every_rank(ctx, "save", part, raises=(CheckpointError,), patient=True, exchange=exchange)[1]
+        return on_every_rank(ctx, "save", part, raises=(CheckpointError,), exchange=exchange)[1]
 
     def write() -> None:
         try:

@@ -75,9 +75,9 @@ def end(control: Control, error: BaseException) -> NoReturn:
 
 
 def end_if_failed(control: Control) -> None:
-    """At exit: if an error or `sys.exit` with a failing code ends the script, end the others, which wait for this."""
-    error = getattr(sys, "last_value", None)
-    if error is not None and not hasattr(sys, "ps1"):  # a hook that was installed later has shown it, and called none
+    """Called at exit: end the other ranks if an error, or `sys.exit` with a failing code, ended this script."""
+    error, replaced = getattr(sys, "last_value", None), sys.excepthook.__module__ != __name__
+    if error is not None and replaced and not hasattr(sys, "ps1"):  # a later hook has shown it, and did not call ours
         end(control, error)
     code, calls = control.exit_said
     number = 0 if code is None else code if isinstance(code, int) else 1  # as Python has it

@@ -34,7 +34,7 @@ class Hub:
     """The centre of the star."""
 
     def __init__(self, control: Any, links: dict[int, Link]):
-        self.control, self.links = control, links  # rank 0's own end of the channel (`Control`); those of the others
+        self.control, self.links = control, links  # rank 0's end of the channel (`Control`), links to the others
         self.exchanges: dict[int, Exchange] = {}  # to which somebody has yet to come
         self.left: set[int] = set()
         self.open = set(links)

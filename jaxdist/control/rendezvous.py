@@ -164,7 +164,7 @@ async def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: 
     limit = asyncio.timeout(timeout)
 
     async def attempt(host: str, port: int) -> tuple[Link, Any] | None:
-        """A link, and rank 0's answer, which comes when all ranks are there; None: try again."""
+        """Return a link and rank 0's answer, which comes when all ranks are there, or None to try again."""
         nonlocal last, reached
         link = None
         try:

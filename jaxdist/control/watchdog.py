@@ -86,7 +86,7 @@ class Watchdog:
 
     @property
     def failed(self) -> bool:
-        """Whether the newest call of a step here is known to have ended with an error."""
+        """Return whether the newest call of a step on this rank is known to have failed."""
         return self._newest is not None and bool(self._newest.finished() and self._newest.error)
 
     def whereabouts(self, ranks: Collection[int], position: int = 0) -> str | None:

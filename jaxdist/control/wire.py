@@ -32,7 +32,7 @@ class Link:
         self._reader, self._writer = reader, writer
 
     async def proves(self, key: bytes, role: bytes) -> bool:
-        """Whether the other end knows the job's secret, too, and has the other role; proves the same to it."""
+        """Prove to know the job's secret, and return whether the other end, in the other role, knows it too."""
         mine = _MAGIC + secrets.token_bytes(_NONCE)
         self._writer.write(mine)
         theirs = await self._reader.readexactly(len(mine))

@@ -27,7 +27,7 @@ def program_command(script: list[str]) -> list[str]:
         raise ValueError(f"no such script: {first} (looked in {Path.cwd()})")
     if first == "-m" or first.endswith(".py"):
         return [sys.executable, *script]
-    # The interpreter of this environment, not another one that comes first on PATH.
+    # This environment's interpreter, whichever comes first on PATH.
     found = sys.executable if first in ("python", "python3") else shutil.which(first)
     if found is None:
         raise ValueError(f"no such command: {first}; expected a .py file, `-m module` or an executable on PATH")

@@ -22,9 +22,9 @@ _UNREAD_S = 3.0
 _LOOK_S = 0.02
 _STUCK_S = 2.0  # between two looks; each looks at all processes of the machine
 
-# What a rank says before it ends because of another one (`jaxdist.control`), or as they do not make the same calls
-# (each says that, and none is the first); and Open MPI, when it has lost a host: it would wait forever for the other
-# half to confirm.
+# What a rank prints before it ends because another rank failed (`jaxdist.control`), or because the ranks make different
+# calls (each prints that, and none is the first); and what Open MPI prints when it has lost a host. It would wait
+# forever for the other half to confirm.
 _CAUSE = re.compile(
     rb"\[jaxdist rank \d+\] ((rank \d+) \([^)]*, pid \d+\)"
     rb"(?:: | failed: | ended its script | was interrupted| died without | can't be reached ).*"
@@ -48,7 +48,7 @@ class Job:
         self._children: dict[str, Child] = {}
         self._running: dict[str, Child] = {}  # those that have not ended
         self._failed: dict[str, int] = {}  # exit codes, in the order in which they were seen
-        self._cause = self._failing = ""  # the first cause of a failure that was told, in words, and the rank
+        self._cause = self._failing = ""  # the first cause of a failure that a line names, and its rank
         self._heard: list[int] = []  # signals
 
     def run(self) -> Ended:

@@ -48,7 +48,7 @@ CALLS = ("step 'step'", "rank 0", "rank 1")
 FAULTS = [
     # A rank that ends.
     Fault("raises", (WHO, "ValueError", "boom on purpose", 'faults.py", line'), (RUN, MPIRUN), True),
-    Fault("raises 0", ("rank 0 (", "ValueError: boom on purpose"), (GLOO,)),
+    Fault("raises 0 unhooked", ("rank 0 (", "failed: ValueError: boom on purpose"), (GLOO,)),
     Fault("raises_in_a_thread", (WHO, "IndexError"), (HAND,), code=1),
     Fault("raises_in_a_callback", ("rank 0 (", "ValueError: boom on purpose"), (MPIRUN, HAND)),
     Fault("runs_out_of_memory", ("call 3", WHO, "left it with JaxRuntimeError"), (RUN, MPIRUN), env=SHORT),
