@@ -71,15 +71,17 @@ def value_and_grad(
         _check_batch(args, batch, microbatches)
         trees: list[Any] = []
 
-        def part(args: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
+        def part(args: Sequence[Any]) -> Results:
             out, grads = differentiate(*args, **kwargs)
             loss, aux = out if has_aux else (out, None)
-            leaves, tree = jax.tree.flatten(aux)
-            trees.append(tree)
-            return loss, grads, leaves
+            (means, tree), (leaves, of_aux) = jax.tree.flatten((loss, grads)), jax.tree.flatten(aux)
+            trees.append((tree, of_aux))
+            return means, leaves
 
-        loss, grads, leaves = _accumulate(part, args, batch, microbatches)
-        return ((loss, jax.tree.unflatten(trees[-1], leaves)) if has_aux else loss), grads
+        means, leaves = _accumulate(part, args, batch, microbatches)
+        tree, of_aux = trees[-1]
+        loss, grads = jax.tree.unflatten(tree, means)
+        return ((loss, jax.tree.unflatten(of_aux, leaves)) if has_aux else loss), grads
 
     return wrapped
 
@@ -111,8 +113,11 @@ def _positions(argnums: int | Sequence[int], args: Sequence[Any]) -> set[int]:
     return {range(len(args))[n] for n in ((argnums,) if isinstance(argnums, int) else argnums)}
 
 
-def _accumulate(part: Callable[[Sequence[Any]], Any], args: Sequence[Any], batch: set[int], k: int) -> Any:
-    """The mean of `part` over `k` microbatches, in a loop."""
+Results = tuple[list[Any], list[Any]]  # leaves: of the loss and the gradients, and of aux
+
+
+def _accumulate(part: Callable[[Sequence[Any]], Results], args: Sequence[Any], batch: set[int], k: int) -> Results:
+    """The mean of `part` over `k` microbatches, in a loop: of leaves, since types of leaves are no user's nodes."""
 
     def split(x: Any) -> Any:  # each device's examples stay its own
         x = jnp.asarray(x)
@@ -130,18 +135,18 @@ def _accumulate(part: Callable[[Sequence[Any]], Any], args: Sequence[Any], batch
     # An aux leaf whose shape follows the batch has one entry per example: join the parts.
     small = jax.eval_shape(lambda: one(jax.tree.map(lambda x: x[0], rows)))
     whole = jax.eval_shape(lambda: part(args))
-    kept = [a.shape != b.shape for a, b in zip(small[2], whole[2], strict=True)]
-    for a, b, keep in zip(small[2], whole[2], kept, strict=True):
+    kept = [a.shape != b.shape for a, b in zip(small[1], whole[1], strict=True)]
+    for a, b, keep in zip(small[1], whole[1], kept, strict=True):
         if keep and (not a.shape or (a.shape[0] * k, *a.shape[1:]) != b.shape):
             raise ValueError(
                 f"an aux value has shape {b.shape} for the whole batch and {a.shape} for one of {k} microbatches: "
                 "microbatches can be put together only along axis 0"
             )
 
-    def select(out: Any) -> tuple[Any, list[Any]]:
-        loss, grads, aux = out
+    def select(out: Results) -> Results:
+        means, aux = out
         summed = [x for x, keep in zip(aux, kept, strict=True) if not keep]
-        return (loss, grads, summed), [x for x, keep in zip(aux, kept, strict=True) if keep]
+        return [*means, *summed], [x for x, keep in zip(aux, kept, strict=True) if keep]
 
     def body(total: Any, rows: Any) -> Any:
         sums, outs = select(one(rows))
@@ -155,9 +160,10 @@ def _accumulate(part: Callable[[Sequence[Any]], Any], args: Sequence[Any], batch
             return np.zeros(like.shape, jax.dtypes.float0)
         return (total / k if jnp.issubdtype(like.dtype, jnp.inexact) else total).astype(like.dtype)
 
-    loss, grads, summed = jax.tree.map(mean, totals, select(small)[0])
-    stacked, merged_sums = iter(map(merged, outs)), iter(summed)
-    return loss, grads, [next(stacked) if keep else next(merged_sums) for keep in kept]
+    averages = [mean(total, like) for total, like in zip(totals, select(small)[0], strict=True)]
+    n = len(small[0])
+    stacked, merged_sums = iter(map(merged, outs)), iter(averages[n:])
+    return averages[:n], [next(stacked) if keep else next(merged_sums) for keep in kept]
 
 
 def _is_nothing(x: Any) -> bool:

@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,22 +73,31 @@ def bad(kind: str, problem: str) -> ValueError:
 # --- leaves
 
 
-def flat(kind: str, tree: Any) -> tuple[Any, list[Any]]:
-    """Return the structure and arrays (NumPy's or JAX's) of a tree."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, each(kind, structure, leaves, _array)
+class Flat(NamedTuple):
+    """A tree as its leaves, which are arrays (NumPy's or JAX's)."""
+
+    structure: Any
+    names: tuple[str, ...]  # of the leaves, in messages
+    arrays: list[Any]
 
 
-def each(kind: str, structure: Any, leaves: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
+def flat(kind: str, tree: Any, array: Callable[[Any], Any] = lambda leaf: leaf) -> Flat:
+    """Flatten a tree, each leaf as `array` makes one of it."""
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    names = tuple("x" + jax.tree_util.keystr(path) for path, _ in paths)
+    return Flat(structure, names, each(kind, names, [leaf for _, leaf in paths], lambda leaf: _array(array(leaf))))
+
+
+def each(kind: str, names: Sequence[str], leaves: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
     """Apply a function to each leaf; an error names rank, call and leaf."""
     results = []
-    for i, leaf in enumerate(leaves):
+    for name, leaf in zip(names, leaves, strict=True):
         try:
             results.append(function(leaf))
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             of = f" of shape {leaf.shape}" if hasattr(leaf, "shape") else ""
             told = ValueError if isinstance(error, ValueError) else TypeError
-            raise told(f"rank {get_context().rank}: {kind} of {_names(structure)[i]}{of}: {error}") from None
+            raise told(f"rank {get_context().rank}: {kind} of {name}{of}: {error}") from None
     return results
 
 
@@ -126,12 +135,7 @@ def _check_dtype(dtype: Any) -> None:
     jnp.result_type(np.empty(0, dtype))  # JAX lacks some of NumPy's
 
 
-def _names(structure: Any) -> list[str]:
-    paths = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(structure, range(structure.num_leaves)))
-    return ["x" + jax.tree_util.keystr(path) for path, _ in paths]
-
-
-def describe(call: str, structure: Any, arrays: Sequence[Any]) -> Description:
+def describe(call: str, names: Sequence[str], arrays: Sequence[Any]) -> Description:
     """Describe everything that must be equal on all ranks."""
     shown = (type_text(x.dtype.name, x.shape) for x in arrays)
-    return Description(call, tuple(zip(_names(structure), shown, strict=True)))
+    return Description(call, tuple(zip(names, shown, strict=True)))

@@ -30,16 +30,16 @@ class Messages:
     def send(self, tree: Any, dst: int) -> None:
         """Send without waiting for the receiver."""
         to = self._rank("send", "dst", dst)
-        structure, arrays = flat("send", tree)
-        self._put(to, (describe("send", structure, arrays), [np.array(x) for x in arrays]))
+        _, names, arrays = flat("send", tree)
+        self._put(to, (describe("send", names, arrays), [np.array(x) for x in arrays]))
 
     @compat.under_no_mesh
     def recv(self, like: Any, src: int) -> Any:
         """Return the next message from the source, which must have these types."""
         rank, source = self._ctx.rank, self._rank("recv", "src", src)
         array = lambda x: np.broadcast_to(np.empty((), x.dtype), x.shape) if isinstance(x, jax.ShapeDtypeStruct) else x
-        structure, likes = flat("recv", jax.tree.map(array, like))
-        mine = describe("recv", structure, likes)
+        structure, names, likes = flat("recv", like, array)
+        mine = describe("recv", names, likes)
         theirs, arrays = self._get(source, mine.values())
         if [kind for _, kind in theirs.entries] != [kind for _, kind in mine.entries]:  # names may differ
             raise ValueError(

@@ -50,12 +50,12 @@ class Outside:
             self._number += 1
             self._ledger.begin()
             try:
-                structure, arrays = flat(kind, tree)
+                structure, names, arrays = flat(kind, tree)
                 if arguments.get("op") in ("sum", "prod"):
                     _refuse_what_is_summed(kind, jax.tree.leaves(tree))
                 options = tuple(checked(kind, arguments, self._ctx.size).items())
                 types = tuple((x.shape, x.dtype) for x in arrays)
-                description, results = self._planned(kind, options, structure, types)
+                description, results = self._planned(kind, options, names, types)
                 jax.block_until_ready(arrays)
             except Exception as error:
                 self._agree(Description(kind, problem=in_words(error)))
@@ -64,12 +64,12 @@ class Outside:
             return jax.tree.unflatten(structure, results(arrays) if arrays else [])
 
     def _plan(
-        self, kind: str, of: tuple[tuple[str, Any], ...], structure: Any, types: tuple[Any, ...]
+        self, kind: str, of: tuple[tuple[str, Any], ...], names: tuple[str, ...], types: tuple[Any, ...]
     ) -> tuple[Description, Callable[[Sequence[Any]], list[jax.Array]]]:
         """Return what must be equal on all ranks, and the call itself."""
         ctx, options, arrays = self._ctx, dict(of), [jax.ShapeDtypeStruct(*one) for one in types]
         given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
-        description = describe(f"{kind}({given})", structure, arrays)
+        description = describe(f"{kind}({given})", names, arrays)
         groups = options.pop("groups")
         members = tuple(range(ctx.size)) if groups is None else next((g for g in groups if ctx.rank in g), (ctx.rank,))
         if "root" in options:
@@ -78,7 +78,7 @@ class Outside:
         devices = tuple(self._first[r] for r in members)
         communicator = ctx.communicator if len(members) > 1 else "xla"
         function, program = _program(kind, tuple(options.items()), devices, communicator)
-        each(kind, structure, arrays, functools.partial(jax.eval_shape, function))  # raises JAX's error
+        each(kind, names, arrays, functools.partial(jax.eval_shape, function))  # raises JAX's error
         sums = kind == "allreduce" and all(reduces(options["op"], x.dtype) for x in arrays)
         if self._mpi and groups is None and (sums or kind == "broadcast"):
             return description, functools.partial(self._mpi.run, **options)

@@ -210,9 +210,9 @@ def recv(like: Any, src: int) -> Any:
 
 def _collective(kind: str, tree: Any, **arguments: Any) -> Any:
     if on_device():
-        structure, leaves = flat(kind, tree)
+        structure, names, leaves = flat(kind, tree)
         function = functools.partial(getattr(in_step, kind), **checked(kind, arguments, jax.lax.axis_size(AXIS)))
-        return jax.tree.unflatten(structure, each(kind, structure, leaves, function))
+        return jax.tree.unflatten(structure, each(kind, names, leaves, function))
     if inside_step():
         raise StepError(
             f"jaxdist.{kind} inside a step, which runs as on one device with the whole batch: sums and means over "

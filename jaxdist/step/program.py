@@ -22,7 +22,7 @@ from jaxdist.step.callbacks import Callbacks
 from jaxdist.step.calling import COMPRESSIONS, Settings
 from jaxdist.step.placed import PlacedStep
 from jaxdist.step.placer import Placer, abstract
-from jaxdist.step.signature import Signature, constants_back, constants_of, picker
+from jaxdist.step.signature import Signature, picker, unflattener
 from jaxdist.step.tracing import StepJaxpr, TracedStep, jaxpr_of, traced
 
 # Calls after which a program waits for its results on virtual devices. XLA starts programs on the threads that run
@@ -43,7 +43,7 @@ class Program:
         self.taken, self._kept = picker([at[i] for i in self.donated]), picker([at[i] for i in kept])
         self.virtual = placed.mesh.devices.flat[0].platform == "cpu" and len(placed.mesh.local_devices) > 1
         self._calls, self._callbacks = 0, Callbacks()
-        self._has_constants = bool(constants_of(placed.step.tree))
+        self._unflatten = unflattener(placed.step.tree)
         self._padded_results: list[tuple[int, Layout]] = []
         run = functools.partial(self._run)
         run.__name__ = name  # type: ignore[attr-defined]
@@ -72,8 +72,7 @@ class Program:
             *outs, found = outs
         for i, how in self._padded_results:
             outs[i] = Padded(outs[i], how)
-        result = jax.tree.unflatten(step.tree, outs)
-        return constants_back(result) if self._has_constants else result, found
+        return self._unflatten(outs), found
 
     def lower(self) -> jax.stages.Lowered:
         """Lower it, like ``jax.jit(f).lower``."""

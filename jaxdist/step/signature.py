@@ -4,11 +4,12 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.tree_util import PyTreeDef, default_registry
 
 NUMBERS = (bool, int, float, complex)
 _DATA = (jax.Array, jax.ShapeDtypeStruct, *NUMBERS)
@@ -46,6 +47,7 @@ class Signature:
     parameters: tuple[str, ...]  # how they call each argument
     keywords: tuple[str, ...]  # names of the last arguments, which go by keyword
     numbers: frozenset[int]  # positions of leaves that are numbers and constants
+    constants: tuple[tuple[str, str], ...]  # the name and, in words, the value of each constant among the arguments
 
     def data(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves that are data, of all leaves of the arguments; the others are constants of the program."""
@@ -54,11 +56,6 @@ class Signature:
     def with_batch(self, positions: Collection[int]) -> "Signature":
         """The same with these leaves as the batch."""
         return dataclasses.replace(self, is_batch=tuple(i in positions for i in range(len(self.names))))
-
-    @functools.cached_property
-    def constants(self) -> tuple[tuple[str, str], ...]:
-        """Name and value of each constant among the arguments, as texts that are the same on ranks where they are."""
-        return tuple((leaf_name(self.parameters, path), _in_words(value)) for path, value in constants_of(self.tree))
 
     @functools.cached_property
     def state(self) -> tuple[int, ...]:
@@ -98,27 +95,63 @@ def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]
     return lambda items: [items[i] for i in positions]
 
 
-def constants_back(tree: Any) -> Any:
-    """`tree` with what its `Static` nodes hold in their place."""
-    return jax.tree.map(lambda x: x.value if _is_static(x) else x, tree, is_leaf=_is_static)
+def with_constants(tree: Any, leaves: Sequence[Any]) -> Any:
+    """A structure with a node, instead of a leaf, where these leaves are `Static`. Nobody's nodes are rebuilt."""
+    each = iter(leaves)
+
+    def changed(part: Any) -> Any:
+        if not _is_leaf(part):
+            return _with_children(part, map(changed, part.children()))
+        return jax.tree.structure(leaf) if isinstance(leaf := next(each), Static) else part
+
+    return changed(tree)
 
 
-def _is_static(leaf: Any) -> bool:
-    return isinstance(leaf, Static)
+def unflattener(tree: Any) -> Callable[[Sequence[Any]], Any]:
+    """A function that puts leaves into a structure, and what its `Static` nodes hold into their places."""
+    constants: list[tuple[int, Any]] = []  # position among all leaves, and value
+    count = itertools.count()
+
+    def changed(part: Any) -> Any:
+        if _is_leaf(part):
+            next(count)
+            return part
+        kind, about = part.node_data()
+        if kind is not Static:
+            return _with_children(part, map(changed, part.children()))
+        constants.append((next(count), about.value))
+        return _LEAF
+
+    whole = changed(tree)
+    if not constants:
+        return tree.unflatten
+
+    def unflatten(leaves: Sequence[Any]) -> Any:
+        merged = list(leaves)
+        for position, value in constants:
+            merged.insert(position, value)
+        return whole.unflatten(merged)
+
+    return unflatten
 
 
-def constants_of(tree: Any) -> list[tuple[Any, Any]]:
-    """Path and value of each `Static` node of a structure."""
-    marked = jax.tree.unflatten(tree, [0] * tree.num_leaves)
-    found = jax.tree_util.tree_leaves_with_path(marked, is_leaf=_is_static)
-    return [(path, x.value) for path, x in found if _is_static(x)]
+_LEAF = jax.tree.structure(0)
 
 
-def _in_words(value: Any) -> str:
+def _is_leaf(tree: Any) -> bool:
+    return tree == _LEAF
+
+
+def _with_children(tree: Any, children: Iterable[Any]) -> Any:
+    return PyTreeDef.from_node_data_and_children(default_registry, tree.node_data(), list(children))
+
+
+def in_words(value: Any) -> str:
+    """A constant as a text that is the same on all ranks where it is."""
     if value is None or isinstance(value, (str, bytes, *NUMBERS)):
         return f"{type(value).__name__} {value!r}"
     if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__} ({', '.join(map(_in_words, value))})"
+        return f"{type(value).__name__} ({', '.join(map(in_words, value))})"
     # The text of most other objects contains an address, which differs by rank.
     return getattr(value, "__qualname__", type(value).__qualname__)
 

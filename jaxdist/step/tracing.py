@@ -27,7 +27,7 @@ from jaxdist.placements.search import search
 from jaxdist.runtime.context import get_context
 from jaxdist.step import finite, modules
 from jaxdist.step.calling import Layouts
-from jaxdist.step.signature import NUMBERS, Signature, Static, constants_back, is_array, match
+from jaxdist.step.signature import NUMBERS, Signature, Static, is_array, match, unflattener, with_constants
 
 _log = logging.getLogger("jaxdist")
 
@@ -133,21 +133,21 @@ def jaxpr_of(
     trees: list[tuple[Any, tuple[str, ...]]] = []
 
     def flat(*args: Any) -> list[Any]:
-        args = constants_back(args)
         with stepping(found := finite.Findings(mesh)):
             result = modules.run(step, args, signature.keywords)
             if check_finite:
                 found.look_at(result, "result")
         constant = NUMBERS if signature.numbers else ()
-        result = jax.tree.map(lambda x: x if is_array(x) and not isinstance(x, constant) else Static(x), result)
-        outs, tree = jax.tree.flatten(result)
-        trees.append((tree, tuple(found.names)))
+        leaves, whole = jax.tree.flatten(result)
+        marked = [x if is_array(x) and not isinstance(x, constant) else Static(x) for x in leaves]
+        outs = [x for x in marked if not isinstance(x, Static)]
+        trees.append((with_constants(whole, marked), tuple(found.names)))
         return [*outs, jnp.stack(found.counts, 1)] if found.names else outs
 
     with contextlib.suppress(AttributeError, TypeError):  # errors of JAX then name the step and its arguments
         functools.update_wrapper(flat, step, updated=())
     try:
-        closed, axis, divided = trace(flat, jax.tree.unflatten(signature.tree, avals))
+        closed, axis, divided = trace(flat, _arguments(signature, avals))
     except Exception as error:
         error.add_note(f"in the step {getattr(step, '__name__', step)!r}, decorated with jaxdist.data_parallel")
         if "mesh context" in str(error) or "context mesh" in str(error):
@@ -163,6 +163,30 @@ def jaxpr_of(
                 f"lax.axis_size({axis!r})"
             )
     return StepJaxpr(closed, *trees[-1])
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """The types of an argument's leaves, of which JAX makes the argument: as under `jax.jit` out of tracers alone."""
+
+    tree: Any
+    types: Sequence[Any]
+    paths: tuple[str, ...]  # in the argument, for JAX's messages
+
+
+jax.tree_util.register_pytree_with_keys(
+    _Argument,
+    lambda argument: (tuple(zip(argument.paths, argument.types, strict=True)), (argument.tree, argument.paths)),
+    lambda about, tracers: unflattener(about[0])(tuple(tracers)),
+)
+
+
+def _arguments(signature: Signature, types: Sequence[Any]) -> list[_Argument]:
+    names = signature.names
+    return [
+        _Argument(tree, [types[i] for i in at], tuple(names[i].removeprefix(parameter) for i in at))
+        for tree, at, parameter in signature.arguments
+    ]
 
 
 @functools.cache

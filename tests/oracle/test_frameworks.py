@@ -192,6 +192,70 @@ def test_shards_that_are_padded_are_saved_as_the_docs_say(tmp_path: Path) -> Non
 # --- jax
 
 
+@jax.tree_util.register_pytree_node_class
+class Matrix:
+    """A node that looks at what it is made of: of arrays, and in JAX's own code of ``object()``."""
+
+    def __init__(self, w: Any, name: str = "a"):
+        if type(w) is not object and not (isinstance(w, (jax.Array, np.ndarray)) and w.ndim == 2):
+            raise TypeError(f"a matrix is needed, not a {type(w).__name__}")
+        self.w, self.name = w, name
+
+    def tree_flatten(self) -> tuple[tuple[Any], str]:
+        return (self.w,), self.name
+
+    @classmethod
+    def tree_unflatten(cls, name: str, children: tuple[Any]) -> "Matrix":
+        return cls(*children, name)
+
+
+class WithActivation(eqx.Module):
+    """A node of the user's beside a leaf that is no array, in one argument."""
+
+    matrix: Matrix
+    activation: Any
+
+
+@program(jax.jit)
+def nodes_that_look_at_their_children(decorate: Any) -> Any:
+    tx = jaxdist.zero(optax.adam(0.1), level=3)
+
+    @decorate
+    def step(model: Any, opt: Any, x: Any, y: Any) -> Any:
+        def loss_of(matrix: Matrix, x: Any, y: Any) -> Any:
+            return squares(jnp.tanh(x @ matrix.w).sum(-1), y)
+
+        both = jaxdist.value_and_grad(loss_of, microbatches=3, batch_argnums=(1, 2))
+        loss, grads = both(model, x, y)
+        updates, opt = tx.update(grads, opt, model)
+        return optax.apply_updates(model, updates), opt, loss
+
+    model, loss = Matrix(jnp.ones((3, 8))), None
+    opt = tx.init(model)
+    for _ in range(STEPS):
+        model, opt, loss = step(model, opt, X, Y)
+    return model, loss
+
+
+def test_nodes_that_look_at_their_children_elsewhere(tmp_path: Path) -> None:
+    matrix = Matrix(jnp.ones((3, 8)))
+    model = WithActivation(matrix, jnp.tanh)
+    step = jaxdist.data_parallel(lambda model, x: (model, model.activation(x @ model.matrix.w).mean()))
+    same, mean = step(model, X)
+    assert same.activation is jnp.tanh
+    np.testing.assert_allclose(mean, jnp.tanh(X @ matrix.w).mean())
+    jaxdist.save(tmp_path, matrix, step=1)
+    jaxdist.send(matrix, dst=0)
+    found = [
+        jaxdist.restore(tmp_path, matrix), jaxdist.recv(matrix, src=0), jaxdist.allreduce(matrix),
+        jaxdist.unshard(jaxdist.shard(matrix)),
+    ]  # fmt: skip
+    for one in found:
+        np.testing.assert_array_equal(one.w, matrix.w)
+    with raises(TypeError, "x[<flat index 0>]", "traced"):
+        jax.jit(jaxdist.allreduce)(matrix)
+
+
 def replicas(step: Any) -> Any:
     """`jax.pmap` over as many devices as there are examples to each."""
     parallel = jax.pmap(step, axis_name="batch", in_axes=(None, 0, 0))
