@@ -121,13 +121,20 @@ def user_line(eqn: Any) -> str:
 
 
 def closed(jaxpr: Any) -> ClosedJaxpr:
-    """An open jaxpr (of `jax.checkpoint`) as a closed one without constants; the same for the same."""
+    """An open jaxpr (of `jax.checkpoint`, of lineax) as a closed one whose constants come first among its inputs; the
+    same for the same."""
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else _closed(jaxpr)
 
 
 @functools.cache
 def _closed(jaxpr: Any) -> ClosedJaxpr:
-    return ClosedJaxpr(jaxpr, ())
+    return ClosedJaxpr(with_constants_as_inputs(jaxpr), ())
+
+
+def opened(made: ClosedJaxpr, constants: int) -> Any:
+    """What `closed` has made, as an open jaxpr whose first inputs are its constants again."""
+    invars = made.jaxpr.invars
+    return made.jaxpr.replace(constvars=invars[:constants], invars=invars[constants:]) if constants else made.jaxpr
 
 
 def with_constants_as_inputs(jaxpr: Any) -> Any:

@@ -1,8 +1,10 @@
 """Evaluate a jaxpr equation by equation with a table of rules, the basis of every pass."""
 
+import copy
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -68,11 +70,28 @@ INLINED = {
 
 
 def subjaxprs(eqn: JaxprEqn) -> Iterator[ClosedJaxpr]:
-    """Yield the jaxprs among an equation's parameters, with their constants."""
+    """Yield the jaxprs among an equation's parameters, wherever they are in them."""
     for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, (ClosedJaxpr, Jaxpr)):
-                yield compat.closed(item)
+        yield from _jaxprs(value)
+
+
+def _jaxprs(value: Any) -> Iterator[ClosedJaxpr]:
+    if isinstance(value, (ClosedJaxpr, Jaxpr)):
+        yield compat.closed(value)
+    else:
+        for _, item in _items(value):
+            yield from _jaxprs(item)
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """The keys and items of a container, and the fields of a record that a package keeps among static parameters."""
+    if isinstance(value, (tuple, list)):
+        return enumerate(value)
+    if isinstance(value, dict):
+        return value.items()
+    # A record that can change may refer to itself.
+    frozen = getattr(getattr(type(value), "__dataclass_params__", None), "frozen", False)
+    return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)] if frozen else ()
 
 
 Within = tuple[tuple[JaxprEqn, int], ...]  # the equations around one, outermost first, and in which jaxpr of each it is
@@ -90,16 +109,30 @@ def with_bodies(eqn: JaxprEqn, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> 
     """Return an equation's parameters with each jaxpr among them changed."""
 
     def changed(value: Any) -> Any:
-        if not isinstance(value, (ClosedJaxpr, Jaxpr)):
-            return value
-        made = change(compat.closed(value))
         if isinstance(value, ClosedJaxpr):
-            return made
-        if made.consts:  # jax.checkpoint has an open jaxpr, without constants
-            raise NotImplementedError(f"constants inside {eqn.primitive}")
-        return made.jaxpr
+            return change(value)
+        if isinstance(value, Jaxpr):
+            made = change(compat.closed(value))
+            if made.consts:  # jax.checkpoint has an open jaxpr, without constants
+                raise NotImplementedError(f"constants inside {eqn.primitive}")
+            return compat.opened(made, len(value.constvars))
+        items = {key: new for key, item in _items(value) if (new := changed(item)) is not item}
+        return _with_items(value, items) if items else value
 
-    return {name: jax.tree.map(changed, value) for name, value in eqn.params.items()}
+    return {name: changed(value) for name, value in eqn.params.items()}
+
+
+def _with_items(value: Any, items: dict[Any, Any]) -> Any:
+    """A container or record with some of its items replaced."""
+    if isinstance(value, (tuple, list)):
+        replaced = [items.get(i, item) for i, item in enumerate(value)]
+        return type(value)(*replaced) if hasattr(value, "_fields") else type(value)(replaced)
+    if isinstance(value, dict):
+        return value | items
+    made = copy.copy(value)
+    for name, item in items.items():
+        object.__setattr__(made, name, item)  # some fields are no parameters of its constructor
+    return made
 
 
 def axes_of(eqn: JaxprEqn, unsaid: Any = ()) -> tuple[Any, ...]:

@@ -1,7 +1,8 @@
 """A traced step as a flat list of operations: calls inlined, dead code dropped."""
 
+import contextlib
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -11,6 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxdist import compat
+from jaxdist.errors import JaxdistError
 from jaxdist.ir.interpreter import CONTROL_FLOW, called, has_effect
 from jaxdist.ir.operations import ADDITION, CONTRACTION, LINEAR, SHAPE_ONLY
 from jaxdist.placements import rules
@@ -37,6 +39,16 @@ class Node:
     @property
     def name(self) -> str:
         return self.eqn.primitive.name
+
+    @contextlib.contextmanager
+    def named_in_errors(self) -> Iterator[None]:
+        """Let an error of a rule (of ours, or registered) name the operation and its line, if nothing else does."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, JaxdistError) and not getattr(error, "__notes__", ()):
+                error.add_note(f"while jaxdist divided {self.name} at {self.line or 'an unknown line'}")
+            raise
 
     @property
     def turns(self) -> int:

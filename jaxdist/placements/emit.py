@@ -53,9 +53,10 @@ class Emitter:
             if strategy.make is not None:
                 self._makers[node.outs[0]] = strategy.make, node
                 continue
-            operands = [self.take(i, to or REPLICATED) for i, to in zip(node.ins, strategy.takes, strict=True)]
-            assert strategy.run is not None
-            outs = strategy.run(self, node, operands)
+            with node.named_in_errors():
+                operands = [self.take(i, to or REPLICATED) for i, to in zip(node.ins, strategy.takes, strict=True)]
+                assert strategy.run is not None
+                outs = strategy.run(self, node, operands)
             if node.name in SHAPE_ONLY:
                 self._formed[node.outs[0]] = node
             for i, placement, x in zip(node.outs, strategy.gives, outs, strict=True):

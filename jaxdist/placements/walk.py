@@ -55,7 +55,8 @@ class Walk:
             if isinstance(placement, Partial) and not isinstance(self.at[i], Partial):
                 summed.add(self.inputs[i])
         for node in block.nodes:
-            strategy = self.strategy(node)
+            with node.named_in_errors():
+                strategy = self.strategy(node)
             self.placed.strategies.append(strategy)
             for i, to in zip(node.ins, strategy.takes, strict=True):
                 if to is None or to is self.at[i]:

@@ -1,12 +1,16 @@
 """Single operations on a state and a batch, by name: each ``f(w, b) -> anything``."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.extend as jex
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
+from jax.interpreters import mlir
 
 Operation = Callable[[Any, Any], Any]
 
@@ -52,6 +56,42 @@ def _doubled(x: Any) -> Any:
 @_doubled.def_vmap
 def _(size: int, batched: Any, x: Any) -> Any:
     return _doubled(x), batched[0]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # its hash is its identity
+class Held:
+    """A static parameter of an operation, as packages make them, which holds a jaxpr."""
+
+    jaxpr: Any
+    kind: str = dataclasses.field(init=False, default="a")
+
+
+holds_p = jex.core.Primitive("holds")
+"""Evaluates a jaxpr that it holds, with the first operand as its constant."""
+
+
+@holds_p.def_impl
+def _evaluate(constant: Any, x: Any, *, held: Any) -> Any:
+    held = held.jaxpr if isinstance(held, Held) else held
+    jaxpr = held[0] if isinstance(held, (tuple, list)) else held["jaxpr"] if isinstance(held, dict) else held
+    return jaxpr_as_fun(jex.core.ClosedJaxpr(jaxpr, [constant]))(x)[0]
+
+
+holds_p.def_abstract_eval(lambda constant, x, **_: x)
+mlir.register_lowering(holds_p, mlir.lower_fun(_evaluate, multiple_results=False))
+HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "open": lambda jaxpr: jaxpr, "in a tuple": lambda jaxpr: (jaxpr, 1), "in a record": lambda jaxpr: Held(jaxpr),
+    "in a record's list": lambda jaxpr: Held([jaxpr]), "in a record's dictionary": lambda jaxpr: Held({"jaxpr": jaxpr}),
+}  # fmt: skip
+
+
+def holding(holder: str, v: Any, x: Any, axis: str = "") -> Any:
+    """`holds_p` of a jaxpr with a constant, which may name an axis of size one."""
+    constant = jnp.arange(6.0)
+    summed = lambda x: lax.psum(x * constant, axis) if axis else x * constant
+    closed = jax.make_jaxpr(summed, axis_env=[(axis, 1)] if axis else None)(v)
+    evaluated = lambda x: holds_p.bind(constant, x, held=HOLDERS[holder](closed.jaxpr))
+    return evaluated(v) + evaluated(x.mean(0))
 
 
 def _out_of_bounds(x: Any, zero: Any) -> Any:
@@ -292,6 +332,7 @@ OTHERS: dict[str, Operation] = {
         jnp.expm1, jnp.floor, jnp.log1p, jnp.round, jnp.sign, jnp.tan, lax.rsqrt, jax.nn.sigmoid, jnp.square)]
         + [f(b["p"], b["p"] * 2) for f in (jnp.arctan2, jnp.power, jnp.remainder, jnp.hypot, jnp.nextafter, jnp.fmax)]),
     "pivoted QR": lambda w, b: jax.scipy.linalg.qr(b["spd"], pivoting=True)[1:],
+    **{f"a jaxpr, {holder}": lambda w, b, holder=holder: holding(holder, w["v"], b["x"]) for holder in HOLDERS},
     "custom vmap": lambda w, b: jax.vmap(_doubled)(b["x"]),
     "size one": lambda w, b: [lax.add(b["x"], b["x"][:, :1]), lax.mul(b["x"], b["x"][:1])],
     "integers": lambda w, b: [

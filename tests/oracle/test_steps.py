@@ -1,5 +1,6 @@
 """What else a step does: it names axes, changes arguments, prints, checks, compresses, and runs where a mesh is set."""
 
+import functools
 import logging
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from catalogue import operations
 from harness import jobs, programs
 from harness.check import check, check_steps, close, compare, decorated, train_step
 from harness.errors import raises
@@ -54,6 +56,13 @@ def test_the_axis_has_size_one() -> None:
            "parts": 1, "scattered": X.T, "moved": W, "exchanged": X}  # fmt: skip
     close(decorated(named)(W, X), (W - jax.grad(lambda w: loss_of(w, X) ** 2)(W), aux))
     assert "all-gather" not in {kind for kind, *_ in programs.sent(decorated(named), W, X)}
+
+
+@pytest.mark.parametrize("holder", operations.HOLDERS)
+def test_the_axis_in_a_jaxpr_among_the_parameters_of_an_operation(holder: str) -> None:
+    step = lambda w, x, axis: operations.holding(holder, w, x, axis)
+    w, x = jnp.ones(6), np.arange(96.0).reshape(16, 6)
+    close(decorated(functools.partial(step, axis="data"))(w, x), step(w, x, ""))
 
 
 def test_the_axis_by_another_name(caplog: pytest.LogCaptureFixture) -> None:

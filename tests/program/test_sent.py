@@ -358,6 +358,16 @@ def test_explain_says_that_there_is_no_batch() -> None:
 # --- operations that jaxdist does not know
 
 
+def test_an_error_in_a_rule_of_your_own_names_the_operation_and_its_line() -> None:
+    own = Primitive("own_with_a_faulty_rule")
+    own.def_abstract_eval(lambda x: x)
+    placements.register(own, lambda params, operands, results: params["missing"])
+    step = decorated(lambda w, x: w + own.bind(x * w).mean(0), 8)
+    with pytest.raises(KeyError, match="missing") as caught:
+        step(np.ones(3), np.ones((8, 3)))
+    assert missing(("own_with_a_faulty_rule", "test_sent.py:"), " ".join(caught.value.__notes__)) == []
+
+
 @pytest.mark.parametrize("known", ["vectorized", "described", "by a function", "refused", ""])
 def test_an_operation_of_your_own(known: str, caplog: pytest.LogCaptureFixture) -> None:
     """What JAX registers as elementwise, or the user describes, runs on slices; others are computed whole, and said."""
