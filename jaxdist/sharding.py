@@ -1,5 +1,6 @@
 """`zero`: any optax transformation with its state, the gradients and the parameters in shards; `shard`, `unshard`."""
 
+import copy
 import functools
 import inspect
 import logging
@@ -54,8 +55,8 @@ def zero(
         ``"fp16"``, multiply the loss by `jaxdist.loss_scale`; the update divides by it.
 
     Returns:
-      A transformation with the states and arguments of `tx`. With `precision`, its state has `master` (the copy),
-      `inner` (the state of `tx`), and `loss_scale`.
+      A transformation with the class, states, and arguments of `tx`. With `precision`, its state has `master` (the
+      copy), `inner` (the state of `tx`), and `loss_scale`.
 
     Raises:
       TypeError: `tx` is not a gradient transformation, or `offload` is not a bool.
@@ -97,10 +98,11 @@ def zero(
     if precision is not None:
         if precision not in DTYPES:
             raise ValueError(f"zero(precision={precision!r}): 'bf16', 'fp16' or None (parameters of any type)")
-        tx = mixed(tx, precision)
-    if not any(arg.kind is arg.VAR_KEYWORD for arg in inspect.signature(tx.update).parameters.values()):
-        tx = optax.with_extra_args_support(tx)  # other classes take them already (`MultiSteps`)
-    inner = optax.GradientTransformationExtraArgs(tx.init, tx.update)
+        inner = mixed(tx, precision)
+    elif any(arg.kind is arg.VAR_KEYWORD for arg in inspect.signature(tx.update).parameters.values()):
+        inner = optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    else:
+        inner = optax.with_extra_args_support(tx)
     marked = functools.partial(_marked, level=level, within=within, split=split)
 
     def init(params: Any) -> Any:
@@ -120,7 +122,19 @@ def zero(
             **extra,
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return _with_functions(tx, init, update)
+
+
+def _with_functions(tx: Any, init: Any, update: Any) -> Any:
+    """A transformation of the class of `tx` (an `Aggregator`, `MultiSteps`), which loops and other wrappers ask for."""
+    if type(tx) is optax.GradientTransformation:
+        return optax.GradientTransformationExtraArgs(init, update)
+    if isinstance(tx, optax.GradientTransformation):
+        return tx._replace(init=init, update=update)
+    made = copy.copy(tx)
+    for name, function in (("init", init), ("update", update)):
+        object.__setattr__(made, name, function)  # it may be a frozen dataclass
+    return made
 
 
 @functools.cache

@@ -5,6 +5,7 @@ of arrays. In the step they are put together again; their new state is one more 
 """
 
 import dataclasses
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -73,6 +74,7 @@ def run(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str]) 
 
     parts = [args[i] for i in at]
     objects = nnx.merge(parts[0].graph, _joined(parts))
+    variables = _variables(objects)
     whole = list(args)
     for i, x in zip(at, objects, strict=True):
         whole[i] = x
@@ -83,11 +85,12 @@ def run(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str]) 
             "arrays only (nnx.state(model) is one tree of them)"
         )
     graph, state = nnx.split(objects)
-    if graph != parts[0].graph:
+    if graph != parts[0].graph or any(map(operator.is_not, _variables(objects), variables)):
         raise StepError(
             "the step changes what its nnx objects are made of, not only their values: a variable, or an attribute "
-            "that is not an array, has changed. Create all variables (also those of sow and of metrics) before the "
-            "first step, and set attributes (model.train(), model.eval()) outside it"
+            "that is not an array, has changed or moved. Create all variables (also those of sow and of metrics) "
+            "before the first step, set attributes (model.train(), model.eval()) outside it, and change values in "
+            "place: model.kernel[...] = new"
         )
     return result, tuple(NnxArrays(state.get(k), p.graph, k) for k, p in enumerate(parts))
 
@@ -99,6 +102,12 @@ def update(objects: Sequence[Any], result: Any) -> Any:
     result, parts = result
     nnx.update(objects, _joined(parts))
     return result
+
+
+def _variables(objects: Any) -> list[Any]:
+    from flax import nnx
+
+    return [x for _, x in nnx.iter_graph(objects) if isinstance(x, nnx.Variable)]
 
 
 def _joined(parts: Sequence[NnxArrays]) -> Any:

@@ -275,10 +275,29 @@ def grown(model: Any, x: Any) -> Any:
     return x.sum()
 
 
-@pytest.mark.parametrize(("step", "token"), [(lambda model, x: model, "returns"), (grown, "variable")])
-def test_what_a_step_may_not_do_with_nnx_objects(step: Any, token: str) -> None:
+def swapped(model: Any, x: Any) -> Any:
+    model.a, model.b = model.b, model.a
+    return x.sum()
+
+
+def replaced(model: Any, x: Any) -> Any:
+    model.a = nnx.Param(model.a[...] + 1)
+    return x.sum()
+
+
+class TwoParams(nnx.Module):
+    def __init__(self) -> None:
+        self.a, self.b = nnx.Param(jnp.zeros(3)), nnx.Param(jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("step", "model", "token"),
+    [(lambda model, x: model, Tied, "returns"), (grown, Tied, "variable"), (swapped, TwoParams, "moved"),
+     (replaced, TwoParams, "in place")],
+)  # fmt: skip
+def test_what_a_step_may_not_do_with_nnx_objects(step: Any, model: Any, token: str) -> None:
     with raises(jaxdist.StepError, "nnx", token):
-        jaxdist.data_parallel(step)(Tied(), X)
+        jaxdist.data_parallel(step)(model(), X)
 
 
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")  # flax, with x64

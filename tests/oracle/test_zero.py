@@ -1,5 +1,6 @@
 """`zero`, `shard`, `unshard`: what is kept where, that nothing else changes, and what is refused."""
 
+import functools
 import logging
 from typing import Any
 
@@ -13,6 +14,7 @@ from flax.training.dynamic_scale import DynamicScale
 from harness.check import check_steps, close, compare, decorated, held, mesh, train_step
 from harness.errors import raises
 from jax import lax
+from optax.experimental import aggregating
 
 import jaxdist
 from jaxdist import planning
@@ -209,6 +211,27 @@ def test_gradients_of_each_example() -> None:
     tx = optax.contrib.dpsgd(0.1, 0.01, 1.3, 0, momentum=0.9)
     got = check_steps(step_with(jaxdist.zero(tx, 3)), state_of(tx), BATCHES[:2], on=4, plain=step_with(tx))
     assert keeps(got[0]) == SLICES
+
+
+def test_the_class_of_a_transformation_stays() -> None:
+    """A loop that asks for it goes on in the same way: with gradients of each example, here."""
+    aggregator = aggregating.process(optax.identity(), aggregating.average_per_element_updates(), optax.sgd(0.1))
+
+    def step(w: Any, state: Any, x: Any, tx: Any) -> Any:
+        loss_of = lambda w, x: jnp.mean((x @ w) ** 2)
+        of_each = lambda w: jax.vmap(jax.grad(loss_of), (None, 0))(w, x)
+        grads = of_each(w) if isinstance(tx, aggregating.Aggregator) else 3 * jax.grad(loss_of)(w, x)
+        updates, state = tx.update(grads, state, w)
+        return optax.apply_updates(w, updates), state, 0.0
+
+    w, sharded = jnp.ones((6, 4)), jaxdist.zero(aggregator, level=1)
+    plain, zeroed = functools.partial(step, tx=aggregator), functools.partial(step, tx=sharded)
+    check_steps(zeroed, (w, sharded.init(w)), BATCHES, on=4, plain=plain)
+    accumulating: Any = optax.MultiSteps(optax.sgd(0.1), 2)
+    several: Any = jaxdist.zero(accumulating)
+    assert isinstance(several, optax.MultiSteps)
+    assert not several.has_updated(several.init(w))
+    assert isinstance(jaxdist.zero(optax.sgd(0.1)), optax.GradientTransformationExtraArgs)
 
 
 def test_parameters_that_are_not_given_to_update() -> None:
