@@ -98,6 +98,7 @@ class Settings:
     layouts: Layouts | None  # along the model axis, if the user has said so
     bucket_bytes: int | None  # of a message of gradients
     compress: Compression | None  # the dtype for sending gradients
+    compiler_options: tuple[tuple[str, Any], ...]  # XLA's, by name
 
     def said(self) -> list[tuple[str, str]]:
         """Return names and values of the options that must agree between ranks."""

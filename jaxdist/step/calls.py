@@ -1,6 +1,7 @@
 """The calls of a step: one that is new to this rank is compared with the other ranks', and its state is placed."""
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import logging
@@ -61,8 +62,11 @@ class Calls:
         self._latest.clear()
         self._known.clear()
 
-    def run(self, args: tuple[Any, ...], keywords: tuple[str, ...]) -> Any:
-        """The result of a call: its program, known or new, on its arguments, once they are on the mesh."""
+    def run(self, args: tuple[Any, ...], keywords: tuple[str, ...], only: tuple[Program, Program] | None = None) -> Any:
+        """The result of a call: its program, known or new, on its arguments, once they are on the mesh.
+
+        `only` is the program that it must be, and the one to run in its place.
+        """
         self._ledger.begin()
         if not self.number:
             count = next(_names.setdefault(self.name, itertools.count()))
@@ -76,10 +80,14 @@ class Calls:
                 args, objects = modules.split(args)
                 leaves, tree = flat(args, keywords)
             known, moved = self._look_up(args, keywords, leaves, tree)
+            if only is not None:
+                known.check_compiled(only[0])
         except Exception as error:
             self._report(error)
             raise
         leaves = self._settled(known, leaves, tree, moved)
+        if only is not None:
+            known = dataclasses.replace(known, program=only[1])
         state, batch = known.arguments(leaves, self.placer)
         result, found = self._call(known, state, batch)
         program, name, call = known.program, self.name, self.number

@@ -28,6 +28,7 @@ class Options(TypedDict, total=False):
     check_every: int
     bucket_bytes: int | None
     compress: Compression | None
+    compiler_options: Mapping[str, Any] | None
 
 
 @overload
@@ -51,6 +52,7 @@ def data_parallel(
     check_every: int = 0,
     bucket_bytes: int | None = None,
     compress: Compression | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
 ) -> Any:
     """Run a pure train step, written for one device, on every device of the job.
@@ -88,10 +90,12 @@ def data_parallel(
         default is 1 MiB between CPU processes, 256 KiB between devices of a process, and 0 (left to XLA) on GPUs.
       compress: ``"bf16"`` or ``"fp16"`` to send gradients in 16 bits. Between CPU processes, the error is at most
         2**-8 (bf16) or 2**-10 (fp16) of the sum of the parts' magnitudes.
+      compiler_options: options of XLA for this step, as in `jax.jit`.
       mesh: the devices to use, with one axis named ``"data"``. The default is all devices of the job.
 
     Returns:
-      A function with the same arguments, and with `jax.jit`'s methods ``lower`` and ``clear_cache``.
+      A function with the same arguments and with `jax.jit`'s methods: ``trace``, ``lower``, ``eval_shape``, and
+      ``clear_cache``. ``step.lower(*args).compile()`` takes the arguments of a call.
 
     Raises:
       ValueError: (on every rank) the batch cannot be divided over the devices, or the ranks' arguments differ.
@@ -117,7 +121,7 @@ def data_parallel(
     options = Options(
         batch_argnums=batch_argnums, static_argnums=static_argnums, static_argnames=static_argnames,
         donate_argnums=donate_argnums, donate_argnames=donate_argnames, donate=donate, check_finite=check_finite,
-        check_every=check_every, bucket_bytes=bucket_bytes, compress=compress,
+        check_every=check_every, bucket_bytes=bucket_bytes, compress=compress, compiler_options=compiler_options,
     )  # fmt: skip
     return decorator(step, mesh, None, options)
 
@@ -201,6 +205,7 @@ def decorator(step: Callable[..., Any] | None, mesh: AnyMesh | None, layouts: La
         settings = Settings(
             step, calling, of["batch_argnums"], of["donate"], donated, of["check_finite"],
             of["check_every"], mesh, layouts, of["bucket_bytes"], of["compress"],
+            tuple(sorted((of["compiler_options"] or {}).items())),
         )  # fmt: skip
         return decorated_with(settings)
 
@@ -209,7 +214,7 @@ def decorator(step: Callable[..., Any] | None, mesh: AnyMesh | None, layouts: La
 
 _DEFAULTS = Options(
     batch_argnums=None, static_argnums=(), static_argnames=(), donate_argnums=(), donate_argnames=(), donate=False,
-    check_finite=False, check_every=0, bucket_bytes=None, compress=None,
+    check_finite=False, check_every=0, bucket_bytes=None, compress=None, compiler_options=None,
 )  # fmt: skip
 
 
@@ -222,6 +227,8 @@ def _check(of: Mapping[str, Any]) -> None:
         raise ValueError(f"check_every={check_every!r}: a number of calls, or 0 for never")
     if compress not in (None, *COMPRESSIONS):
         raise ValueError(f"compress={compress!r}: gradients can be sent as 'bf16' or 'fp16', or unchanged (None)")
+    if not isinstance(of["compiler_options"] or {}, Mapping):
+        raise TypeError(f"compiler_options={of['compiler_options']!r}: a dictionary of XLA's options by name")
     if not (bucket_bytes is None or (type(bucket_bytes) is int and bucket_bytes >= 0)):
         raise ValueError(f"bucket_bytes={bucket_bytes!r}: a number of bytes, 0 to send each gradient alone")
 

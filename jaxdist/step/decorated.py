@@ -26,6 +26,7 @@ from jaxdist.step.known import check_there
 from jaxdist.step.placer import on_one_device
 from jaxdist.step.program import Program
 from jaxdist.step.signature import Signature, flat
+from jaxdist.step.stages import Lowered, Traced
 from jaxdist.step.tracing import is_traced
 from jaxdist.tracebacks import api_boundary
 
@@ -67,7 +68,9 @@ class DataParallel(Generic[P, R]):
         return self._outermost(args, kwargs)
 
     @under_no_mesh
-    def _outermost(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _outermost(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], only: tuple[Program, Program] | None = None
+    ) -> Any:
         calls, config, keywords = self._calls(args, kwargs), cast("Any", jax.config), ()
         if config.jax_disable_jit:
             return self._op_by_op(calls, args, kwargs)
@@ -75,8 +78,8 @@ class DataParallel(Generic[P, R]):
             args, keywords = self._settings.calling.arrange(args, kwargs)
         if config.jax_debug_nans or config.jax_debug_infs:  # counted in the step: JAX would look in our code
             with calls.cache.looking_for((config.jax_debug_nans, config.jax_debug_infs)):
-                return calls.run(args, keywords)
-        return calls.run(args, keywords)
+                return calls.run(args, keywords, only)
+        return calls.run(args, keywords, only)
 
     def _op_by_op(self, calls: Calls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain step in Python, under `jax.disable_jit`."""
@@ -105,15 +108,21 @@ class DataParallel(Generic[P, R]):
         return jax.tree.map(lambda x: plain_p.bind(x, name=self._base) if isinstance(x, jax.Array) else x, result)
 
     @api_boundary
-    def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
-        """The program for these arguments, lowered and not yet compiled. Nothing is sent.
-
-        It is there to look at (`as_text`, ``compile().cost_analysis()``): its arguments are leaves as jaxdist keeps
-        them.
-        """
+    def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced[P, R]:
+        """The step, traced for these arguments or their types (`jax.ShapeDtypeStruct`). Nothing is sent."""
         program = self.program(*args, **kwargs)
         self._calls(args, kwargs).announce(program)
-        return program.lower()
+        return Traced(program, self._outermost)
+
+    @api_boundary
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered[P, R]:
+        """The program of all devices for these arguments or their types, not yet compiled. Nothing is sent."""
+        return self.trace(*args, **kwargs).lower()
+
+    @api_boundary
+    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """The types of the result for these arguments or their types. Nothing is sent."""
+        return self.trace(*args, **kwargs).out_info
 
     def clear_cache(self) -> None:
         """Forget traces and compiled programs, like ``jax.jit(step).clear_cache``."""

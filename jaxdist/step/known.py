@@ -12,6 +12,7 @@ import jax
 from jaxdist.agreement.ledger import Entry
 from jaxdist.compat import bits_of, sharding_of
 from jaxdist.errors import DonatedError
+from jaxdist.ir.fingerprint import type_text
 from jaxdist.placements.layouts import Padded, physical
 from jaxdist.step.batch import is_keys
 from jaxdist.step.calling import Calling
@@ -76,6 +77,21 @@ class Known:
             and list(map(type_key, batch)) == self.batch
             and not any(map(_is_deleted, self._pick(leaves)))  # by a different call
             and not any(map(is_gone, batch))
+        )
+
+    def check_compiled(self, compiled: Program) -> None:
+        """Refuse a call of a compiled step that it was not compiled for."""
+        if self.program is compiled:
+            return
+        names = self.signature.names
+        differs = "their structure, a constant, where the state is, or a setting of JAX"
+        if names == compiled.placed.signature.names:
+            pairs = zip(names, compiled.placed.avals, self.program.placed.avals, strict=True)
+            texts = ((name, type_text(a.dtype, a.shape), type_text(b.dtype, b.shape)) for name, a, b in pairs)
+            differs = next((f"{name}, {a} then and {b} now" for name, a, b in texts if a != b), differs)
+        raise TypeError(
+            f"step {compiled.name!r} was compiled for other arguments: what differs is {differs}. Lower and compile it "
+            "for these, or call the step itself, which compiles a program for each"
         )
 
     def arguments(self, leaves: Sequence[Any], placer: Placer) -> tuple[list[Any], list[Any]]:

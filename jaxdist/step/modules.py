@@ -44,6 +44,11 @@ def found(tree: Any) -> bool:
     return any(isinstance(x, (nnx.Pytree, nnx.Variable)) for x in leaves)
 
 
+def among(tree: Any) -> bool:
+    """Check whether the arguments with this structure have objects of nnx among them."""
+    return any((part.node_data() or (None,))[0] is NnxArrays for part in tree.children())
+
+
 def apart(args: Any) -> Any:
     """Copy the containers of the arguments, as `jax.jit` does, but not objects of nnx, which change in place."""
     return jax.tree.map(

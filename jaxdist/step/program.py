@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,8 +34,8 @@ _AHEAD = 4
 class Program:
     """The function ``(state leaves, batch leaves) -> step's result, findings`` on global arrays of one type."""
 
-    def __init__(self, placed: PlacedStep, donate: Collection[int], name: str = "step"):
-        self.placed = placed
+    def __init__(self, placed: PlacedStep, donate: Collection[int], name: str, options: Mapping[str, Any]):
+        self.placed, self.name, self._options = placed, name, options  # of the compiler
         self.donated = [i for i in placed.signature.state if i in donate]  # leaves whose memory it may take
         kept = [i for i in placed.signature.state if i not in donate]
         self._order = self.donated, kept, placed.signature.batch
@@ -52,7 +52,7 @@ class Program:
             in_shardings=tuple([placed.held[i].sharding for i in at] for at in self._order),
             out_shardings=placed.result_shardings(),
             donate_argnums=(0,) if self.donated else (),
-            compiler_options=compiler_options(placed.mesh) or None,
+            compiler_options={**compiler_options(placed.mesh), **options} or None,
         )
 
     @functools.cached_property
@@ -74,6 +74,15 @@ class Program:
             outs[i] = Padded(outs[i], how)
         return self._unflatten(outs), found
 
+    def with_options(self, options: Mapping[str, Any]) -> "Program":
+        """The same with more of the compiler's options."""
+        return Program(self.placed, self.donated, self.name, {**self._options, **options})
+
+    def by_leaf(self, groups: Sequence[Sequence[Any]]) -> list[Any]:
+        """What is in the order of its arguments, which are three lists, in the order of the call's leaves."""
+        found = {i: x for at, xs in zip(self._order, groups, strict=True) for i, x in zip(at, xs, strict=True)}
+        return [found[i] for i in range(len(self.placed.avals))]
+
     def lower(self) -> jax.stages.Lowered:
         """Lower it, like ``jax.jit(f).lower``."""
         placed = self.placed
@@ -87,8 +96,7 @@ class Program:
 
     def _run(self, *leaves: Sequence[Any]) -> Any:
         placed, step = self.placed, self.placed.step
-        by_leaf = {i: x for at, xs in zip(self._order, leaves, strict=True) for i, x in zip(at, xs, strict=True)}
-        args = [by_leaf[i] for i in range(len(placed.avals))]
+        args = self.by_leaf(leaves)
 
         def results(outs: Sequence[Any]) -> list[Any]:
             # A counter that came as a Python number goes out as one came in, or the next call would compile anew.
@@ -220,4 +228,4 @@ class ProgramCache:
         leaves = zip(signature.is_batch, avals, layouts, strict=True)
         layouts = [of_batch(a.shape, mesh) if is_batch else how for is_batch, a, how in leaves]
         placed = PlacedStep(trace, signature, avals, layouts, mesh, communicator, bucket_bytes, compress)
-        return Program(placed, donate, getattr(of.step, "__name__", "step"))
+        return Program(placed, donate, getattr(of.step, "__name__", "step"), dict(of.compiler_options))

@@ -116,10 +116,9 @@ def unflattener(tree: Any) -> Callable[[Sequence[Any]], Any]:
         if _is_leaf(part):
             next(count)
             return part
-        kind, about = part.node_data()
-        if kind is not Static:
+        if not is_constant(part):
             return _with_children(part, map(changed, part.children()))
-        constants.append((next(count), about.value))
+        constants.append((next(count), part.node_data()[1].value))
         return _LEAF
 
     whole = changed(tree)
@@ -136,6 +135,11 @@ def unflattener(tree: Any) -> Callable[[Sequence[Any]], Any]:
 
 
 _LEAF = jax.tree.structure(0)
+
+
+def is_constant(tree: Any) -> bool:
+    """Check whether a structure is that of a `Static`."""
+    return (tree.node_data() or (None,))[0] is Static
 
 
 def _is_leaf(tree: Any) -> bool:

@@ -485,12 +485,64 @@ def test_lowered_to_look_at() -> None:
     step = jaxdist.data_parallel(count)
     lowered = step.lower(W, X, lr=0.5)
     assert "all_reduce" in lowered.as_text()
-    assert lowered.compile().cost_analysis()
+    compiled = lowered.compile()
+    assert compiled.cost_analysis()
+    close(compiled(W, X, lr=0.5), sgd(W, X, lr=0.5))
     close(step(W, X, lr=0.5), sgd(W, X, lr=0.5))
     assert len(traced) == 1
     step.clear_cache()
     close(step(W, X, lr=0.5), sgd(W, X, lr=0.5))
     assert len(traced) > 1
+
+
+def test_the_stages_have_what_those_of_jit_have() -> None:
+    step = lambda state, x, kind="a": ({"w": state["w"] - x.sum(0), "kept": state["kept"]}, x @ state["w"])
+    options: dict[str, Any] = {"static_argnames": "kind", "donate_argnums": 0}
+    ours, jits = jaxdist.data_parallel(step, **options), jax.jit(step, **options)
+    call = {"w": W, "kept": jnp.ones(3)}, X, "b"
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), call[:2])
+    public = lambda stage: {name for name in dir(stage) if not name.startswith("_")}
+    assert public(jits) <= public(ours)
+    assert ours.eval_shape(*types, kind="b") == jits.eval_shape(*types, kind="b")
+    mine: Any = ours.trace(*types, kind="b")
+    theirs: Any = jits.trace(*types, kind="b")
+    for advance in (lambda stage: stage.lower(), lambda stage: stage.compile(), None):
+        # Of the experimental hijax.
+        assert [name for name in public(theirs) - {"lojax"} if not hasattr(mine, name)] == []
+        assert mine.donate_argnums == theirs.donate_argnums == (0, 1)
+        leaves = lambda stage: (jax.tree.leaves(stage.in_avals), [x.donated for x in jax.tree.leaves(stage.args_info)])
+        assert leaves(mine) == leaves(theirs)
+        assert mine.out_tree == theirs.out_tree
+        shapes = lambda stage: [(x.shape, x.dtype) for x in jax.tree.leaves(stage.out_info)]
+        assert shapes(mine) == shapes(theirs)
+        mine, theirs = (advance(mine), advance(theirs)) if advance else (mine, theirs)
+    (state, x), _ = mine.input_shardings
+    assert state["w"].is_fully_replicated
+    assert not x.is_fully_replicated
+    assert mine.output_shardings[0]["w"].is_fully_replicated
+    close(mine(*jax.tree.map(jnp.copy, call[:2]), "b"), step(*call))
+
+
+def test_a_compiled_step_takes_what_it_is_compiled_for() -> None:
+    compiled = jaxdist.data_parallel(sgd).lower(W, X).compile()
+    with raises(TypeError, "sgd", "x", "float64[16,4]", "float64[24,4]"):
+        compiled(W, np.ones((24, 4)))
+    with raises(TypeError, "sgd", "structure"):
+        compiled(W, X, lr=0.5)
+    with raises(TypeError, "sgd", "traced"):
+        jax.jit(compiled)(W, X)
+
+
+def test_options_of_the_compiler() -> None:
+    options = {"xla_cpu_enable_fast_math": True}
+    close(jaxdist.data_parallel(sgd, compiler_options=options)(W, X), sgd(W, X))
+    close(jaxdist.data_parallel(sgd).lower(W, X).compile(options)(W, X), sgd(W, X))
+    for call in (
+        lambda: jaxdist.data_parallel(sgd, compiler_options={"no_such": 1})(W, X),
+        lambda: jaxdist.data_parallel(sgd).lower(W, X).compile({"no_such": 1}),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="no_such"):
+            call()
 
 
 def test_on_tracers_it_is_the_plain_step() -> None:

@@ -1,0 +1,154 @@
+"""The stages of a call, as `jax.jit` has them: traced, lowered, and compiled, for the user's own arguments."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from jaxdist.step import modules
+from jaxdist.step.program import Program
+from jaxdist.step.signature import is_constant, unflattener
+from jaxdist.step.tracing import is_traced
+from jaxdist.tracebacks import api_boundary
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Run = Callable[[tuple[Any, ...], dict[str, Any], tuple[Program, Program]], Any]  # a step, for one program only
+
+
+class Stage(Generic[P, R]):
+    """A call's types and structures. The batch is whole, and keyword arguments that have a position are at it."""
+
+    def __init__(self, program: Program, run: Run):
+        self._program, self._run = program, run
+        self._placed, self._step = program.placed, program.placed.step
+        self._out_tree = self._step.tree
+        if modules.among(self._placed.signature.tree):  # what becomes of nnx's objects follows the step's own result
+            self._out_tree = self._out_tree.children()[0]
+        self.out_tree: Any = jax.tree.structure(self.out_info)
+
+    def _of_arguments(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """One value for each leaf, as positional and keyword arguments."""
+        signature = self._placed.signature
+        args, positional = unflattener(signature.tree)(values), len(signature.parameters) - len(signature.keywords)
+        dynamic = [i for i, part in enumerate(signature.tree.children()) if not is_constant(part)]
+        keywords = {signature.parameters[i]: args[i] for i in dynamic if i >= positional}
+        return tuple(args[i] for i in dynamic if i < positional), keywords
+
+    def _of_result(self, values: Sequence[Any]) -> Any:
+        return unflattener(self._out_tree)(values[: self._out_tree.num_leaves])
+
+    @property
+    def args_info(self) -> Any:
+        """For each argument its type, and whether it is donated."""
+        donated = set(self._program.donated)
+        return self._of_arguments(
+            [jax.stages.ArgInfo(x, i in donated) for i, x in enumerate(self._step.jaxpr.in_avals)]
+        )
+
+    @property
+    def in_avals(self) -> Any:
+        """The types of the arguments."""
+        return self._of_arguments(self._step.jaxpr.in_avals)
+
+    @property
+    def in_tree(self) -> Any:
+        """The structure of the pair (positional arguments, keyword arguments)."""
+        return jax.tree.structure(self._of_arguments(self._step.jaxpr.in_avals))
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """The positions of donated leaves among all."""
+        return tuple(sorted(self._program.donated))
+
+    @property
+    def out_info(self) -> Any:
+        """The types of the result."""
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in self._step.jaxpr.out_avals]
+        return self._of_result(types)
+
+
+class Traced(Stage[P, R]):
+    """A step that was traced for a call: ``step.trace(*args)``."""
+
+    @property
+    def fun_name(self) -> str:
+        """The name of the step."""
+        return self._program.name
+
+    @property
+    def jaxpr(self) -> ClosedJaxpr:
+        """The step, on the whole batch and on one device."""
+        return self._step.jaxpr
+
+    @property
+    def out_avals(self) -> Any:
+        """The types of the result."""
+        return self._of_result(self._step.jaxpr.out_avals)
+
+    def lower(self) -> "Lowered[P, R]":
+        """Return the program of all devices for this call, not compiled. Nothing is sent."""
+        return Lowered(self._program, self._run)
+
+
+class Lowered(Stage[P, R]):
+    """The program of all devices for a call: ``step.lower(*args)``; `as_text` and the like as in `jax.stages`."""
+
+    def __init__(self, program: Program, run: Run):
+        super().__init__(program, run)
+        self._lowered = program.lower()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lowered, name)
+
+    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> "Compiled[P, R]":
+        """Return the compiled program, with more of XLA's options than the step has. Nothing is sent."""
+        program = self._program.with_options(compiler_options) if compiler_options else self._program
+        lowered = program.lower() if compiler_options else self._lowered
+        return Compiled(self._program, program, lowered.compile(), self._run)
+
+
+class Compiled(Stage[P, R]):
+    """A step that is compiled for the types of one call; `memory_analysis` and the like as in `jax.stages`.
+
+    It is called like the step, with the process's own part of the batch, by every process.
+    """
+
+    def __init__(self, wanted: Program, program: Program, compiled: jax.stages.Compiled, run: Run):
+        super().__init__(program, run)
+        self._wanted, self._compiled = wanted, compiled
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)
+
+    @api_boundary
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if is_traced(args, kwargs):
+            raise TypeError(
+                f"step {self._program.name!r} is compiled for arrays, and this call is traced (jax.jit, jax.grad, "
+                "jax.vmap, ...): call the step itself there"
+            )
+        return self._run(args, kwargs, (self._wanted, self._program))
+
+    call = __call__
+
+    @property
+    def input_shardings(self) -> Any:
+        """How each argument lies on the devices, as (positional arguments, keyword arguments)."""
+        return self._of_arguments(self._program.by_leaf(self._compiled.input_shardings[0]))
+
+    @property
+    def input_formats(self) -> Any:
+        """How each argument lies on the devices and in their memory."""
+        return self._of_arguments(self._program.by_leaf(self._compiled.input_formats[0]))
+
+    @property
+    def output_shardings(self) -> Any:
+        """How each part of the result lies on the devices."""
+        return self._of_result(self._compiled.output_shardings)
+
+    @property
+    def output_formats(self) -> Any:
+        """How each part of the result lies on the devices and in their memory."""
+        return self._of_result(self._compiled.output_formats)
