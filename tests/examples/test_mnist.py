@@ -8,6 +8,7 @@ import gallery
 import numpy as np
 import pytest
 from gallery import digits
+from harness import jobs
 from harness.started import Jaxdist
 
 from jaxdist.launch.mpi import find_mpirun  # private: the one that `jaxdist run` takes
@@ -57,6 +58,14 @@ def test_two_ranks(jaxdist: Jaxdist, tmp_path: Path) -> None:
     steps = len(logged(tmp_path / "run"))
     assert re.match(rf"step {steps - 1}/{steps}  loss=\S+  test_accuracy=\S+  examples_per_s=\S+", lines[-1]), lines
     np.testing.assert_allclose(logged(tmp_path / "run"), on_one_device(tmp_path / "one"), rtol=1e-4)
+
+
+@pytest.mark.mpi
+def test_as_the_readme_has_it(tmp_path: Path) -> None:
+    """But for its epochs, and the folder of its logs: ``mpirun -np 8 python examples/mnist.py``."""
+    done = jobs.start_mpirun(8, [str(SCRIPT), "--epochs", "1", "--log-dir", str(tmp_path)]).end(300)
+    assert done.returncode == 0, done.output
+    assert final(done.stdout)[1:] == (1, 8, "mpi")
 
 
 def test_the_number_of_devices_does_not_change_the_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
