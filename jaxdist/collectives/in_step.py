@@ -4,6 +4,7 @@ Each takes one array and gives each device its result; groups and root are alrea
 the sum of all devices' losses, and the step turns that into the gradient of the mean loss.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -60,11 +61,26 @@ def reduce_scatter(x: Any, op: str, axis: int, groups: Groups) -> jax.Array:
 
 
 def broadcast(x: Any, root: int, groups: Groups) -> jax.Array:
-    """Return the root's array on every device."""
-    x = jnp.asarray(x)
-    # Adding -0.0 changes no number, not even -0.0.
-    moved = _movable(x)
-    return allreduce(jnp.where(_is_root(root, groups), moved, -jnp.zeros_like(moved)), "sum", groups).astype(x.dtype)
+    """Return the root's array on every device, bit by bit."""
+    return _broadcast(jnp.asarray(x), root, groups)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _broadcast(x: Any, root: int, groups: Groups) -> jax.Array:
+    bits, back = exchange.unsigned(_movable(x))  # a sum of floats would flush subnormal ones
+    return back(_only(bits, root, groups)).astype(x.dtype)
+
+
+@_broadcast.defjvp
+def _broadcast_tangent(root: int, groups: Groups, primals: Any, tangents: Any) -> Any:
+    (x,), (tangent,) = primals, tangents
+    is_constant = tangent.dtype == jax.dtypes.float0
+    return _broadcast(x, root, groups), tangent if is_constant else _only(_movable(tangent), root, groups)
+
+
+def _only(x: Any, root: int, groups: Groups) -> jax.Array:
+    """Return the sum over devices of the root's array and zeros."""
+    return allreduce(jnp.where(_is_root(root, groups), x, jnp.zeros_like(x)), "sum", groups)
 
 
 def reduce(x: Any, root: int, op: str, groups: Groups) -> jax.Array:
