@@ -29,9 +29,7 @@ class XlaLowering(Interpreter):
                 gather_shards_p: lambda _, eqn, x: _gather_shards(eqn, x),
                 p.pmax_p: lambda _, eqn, x: extreme(eqn, x, "max"),
                 p.pmin_p: lambda _, eqn, x: extreme(eqn, x, "min"),
-                **dict.fromkeys(
-                    (p.psum_p, compat.reduce_scatter_p), lambda _, eqn, x: _converted(eqn, x, *_summed(x))
-                ),
+                **dict.fromkeys((p.psum_p, compat.reduce_scatter_p), lambda _, eqn, x: _converted(eqn, x, *_summed(x))),
                 **dict.fromkeys(
                     (p.all_gather_p, p.all_to_all_p, p.ppermute_p),
                     lambda _, eqn, x: _converted(eqn, x, *exchange.bits(x)),
