@@ -4,7 +4,6 @@ Each takes one array and gives each device its result; groups and root are alrea
 the sum of all devices' losses, and the step turns that into the gradient of the mean loss.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -34,8 +33,7 @@ def allreduce(x: Any, op: str, groups: Groups) -> jax.Array:
 
 def allgather(x: Any, axis: int, groups: Groups) -> jax.Array:
     """Concatenate the devices' arrays along `axis`."""
-    x = jnp.asarray(x)
-    x = x[None] if x.ndim == 0 else x
+    x = jnp.atleast_1d(x)
     axis = normalize_axis_index(axis, x.ndim)
     equal, n = _equal(groups)
     if not x.size:  # XLA gathers nothing that is empty
@@ -62,25 +60,15 @@ def reduce_scatter(x: Any, op: str, axis: int, groups: Groups) -> jax.Array:
 
 def broadcast(x: Any, root: int, groups: Groups) -> jax.Array:
     """Return the root's array on every device, bit by bit."""
-    return _broadcast(jnp.asarray(x), root, groups)
+    only = lambda x: allreduce(jnp.where(_is_root(root, groups), x, jnp.zeros_like(x)), "sum", groups)
 
+    @jax.custom_jvp
+    def sent(x: Any) -> jax.Array:
+        bits, back = exchange.unsigned(_movable(x))  # a sum of floats would flush subnormal ones
+        return back(only(bits)).astype(x.dtype)
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _broadcast(x: Any, root: int, groups: Groups) -> jax.Array:
-    bits, back = exchange.unsigned(_movable(x))  # a sum of floats would flush subnormal ones
-    return back(_only(bits, root, groups)).astype(x.dtype)
-
-
-@_broadcast.defjvp
-def _broadcast_tangent(root: int, groups: Groups, primals: Any, tangents: Any) -> Any:
-    (x,), (tangent,) = primals, tangents
-    is_constant = tangent.dtype == jax.dtypes.float0
-    return _broadcast(x, root, groups), tangent if is_constant else _only(_movable(tangent), root, groups)
-
-
-def _only(x: Any, root: int, groups: Groups) -> jax.Array:
-    """Return the sum over devices of the root's array and zeros."""
-    return allreduce(jnp.where(_is_root(root, groups), x, jnp.zeros_like(x)), "sum", groups)
+    sent.defjvps(lambda tangent, *_: tangent if tangent.dtype == jax.dtypes.float0 else only(_movable(tangent)))
+    return sent(jnp.asarray(x))
 
 
 def reduce(x: Any, root: int, op: str, groups: Groups) -> jax.Array:

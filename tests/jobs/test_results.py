@@ -86,6 +86,7 @@ ROWS_OF: list[Row] = [
     Row([word("collectives:moves", *moves.DTYPES)], (), (THREE, FOUR)),
     Row([word("collectives:reductions", 17)], (MPIRUN,)),
     Row([word("collectives:reductions", 1, 15, 16, 1000)], (), (RUN, MPIRUN)),
+    Row(["collectives:guarded"], (RUN,), (MPIRUN,)),
     Row(["collectives:refused"], (RUN,), (MPIRUN,)),
     Row([word("collectives:random_calls", 8)], (MPIRUN,), ()),
     Row([word("collectives:random_calls", 10)], (), (THREE, FOUR)),

@@ -140,11 +140,22 @@ def reductions(*lengths: int) -> None:
         want = jax.jit(f)(x)
         compare(jaxdist.unshard(jaxdist.data_parallel(f, batch_argnums=0)(x[R : R + 1])), want, EPS)
         names = [op for op in step if op in calls.OPS]
-        compare({op: jaxdist.allreduce(x[R], op) for op in names}, {op: want[op] for op in names}, EPS)
+        reduced: Any = jaxdist.allreduce
+        compare({op: reduced(x[R], op) for op in names}, {op: want[op] for op in names}, EPS)
         if dtype != "bool":
             inner = [(lax.psum, "sum"), *((of, op) for of, op in ((lax.pmax, "max"), (lax.pmin, "min")) if op in step)]
             got = on_each(lambda x, inner=inner: {op: of(x, "data") for of, op in inner}, x)
             compare(got, {op: want[op] for _, op in inner}, EPS)
+
+
+def guarded() -> None:
+    """Nothing is moved implicitly: not on the way to the mesh, not in connecting to others."""
+    w, b = jnp.ones((7, 3)), jnp.full((2, 7), R + 1.0)
+    with jax.transfer_guard("disallow"):
+        got = jaxdist.unshard(jaxdist.data_parallel(lambda w, b: (w, b @ w))(jaxdist.shard(w), b))
+        back = jaxdist.allgather(jaxdist.broadcast(b, 0))
+    compare(got, (w, jnp.repeat(jnp.arange(1.0, N + 1) * 7, 6).reshape(-1, 3)))
+    compare(back, jnp.ones((2 * N, 7)))
 
 
 def refused() -> None:
