@@ -239,19 +239,9 @@ def _filled(x: Any, how: Layout) -> Any:
 
 def _lengthened(x: Any, cuts: Sequence[Cut]) -> Any:
     """An array with copies of its last entries, for the padding of each cut."""
-    pads = tuple((cut.dim, cut.pad) for cut in cuts if cut.pad)
-    on_device = isinstance(x, jax.Array) and not is_narrow(x.dtype)
-    return x if not pads else _padded_on_device(x, pads) if on_device else _padded(np, np.asarray(x), pads)
-
-
-def _padded(own: Any, x: Any, pads: Sequence[tuple[int, int]]) -> Any:
-    for dim, pad in pads:
-        last = x[(slice(None),) * dim + (slice(-1, None),)]
-        x = own.concatenate([x, own.repeat(last, pad, dim)], dim)
-    return x
-
-
-_padded_on_device = jax.jit(functools.partial(_padded, jnp), static_argnums=1)
+    own = jnp if isinstance(x, jax.Array) and not is_narrow(x.dtype) else np
+    pads = [(0, sum(cut.pad for cut in cuts if cut.dim == d)) for d in range(x.ndim)]
+    return own.pad(x, pads, "edge") if any(cut.pad for cut in cuts) else x
 
 
 def _cuts(own: NamedSharding) -> list[Cut] | None:
