@@ -147,7 +147,7 @@ def extremes(dtype: str, rows: int, length: int) -> np.ndarray:
         noise = np.random.default_rng(length).bytes(i.size * np.dtype(dtype).itemsize)
         return np.frombuffer(noise, dtype).reshape(rows, length)
     kinds = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1.0, -2.0])
-    return kinds[np.stack([np.arange(length) // 7**k % 7 for k in range(rows)])].astype(jnp.dtype(dtype))
+    return kinds[np.stack([np.arange(9, length + 9) // 7**k % 7 for k in range(rows)])].astype(jnp.dtype(dtype))
 
 
 # --- a step of numbers of every dtype

@@ -83,7 +83,7 @@ ROWS_OF: list[Row] = [
     Row(["collectives:numbers"], TWO, (FOUR, FOUR_MPI)),
     Row(["collectives:details"], TWO, (THREE,)),
     Row([word("collectives:moves", "float32", "complex64")], TWO),
-    Row([word("collectives:moves", *moves.DTYPES)], (), (THREE, FOUR)),
+    Row([word("collectives:moves", *moves.DTYPES)], (), (RUN, THREE)),
     Row([word("collectives:reductions", 17)], (MPIRUN,)),
     Row([word("collectives:reductions", 1, 15, 16, 1000)], (), (RUN, MPIRUN)),
     Row(["collectives:guarded"], (RUN,), (MPIRUN,)),
