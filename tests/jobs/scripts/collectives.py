@@ -116,7 +116,7 @@ def moves(*dtypes: str) -> None:
     called: list[calls.Call] = [{"kind": kind, **MOVED_ALONG.get(kind, {})} for kind in kinds]
     gather, trade = (lambda x: lax.all_gather(x, "data")), (lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True))
     for dtype in dtypes:
-        x = ways.fragile(dtype, 6 * N)
+        x = ways.fragile(dtype, 12 * N)
         parts, f = x.reshape(N, -1, 4), ways.every(names)
         got = jaxdist.unshard(jaxdist.data_parallel(f, batch_argnums=1)(jaxdist.shard(x), parts[R]))
         assert ways.changed(got, jax.jit(f)(x, x)) == []
