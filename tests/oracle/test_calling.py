@@ -525,7 +525,8 @@ def test_a_decorated_step_in_a_decorated_step() -> None:
 def test_under_a_transfer_guard(tmp_path: Path) -> None:
     """Everything that the library moves by itself is explicit; a number is refused, as by `jax.jit`."""
     tx = jaxdist.zero(optax.adam(0.1), 3)
-    state = params, opt_state = {"w": W, "matrix": jnp.ones((7, 3))}, tx.init({"w": W, "matrix": jnp.ones((7, 3))})
+    params: Any = {"w": W, "matrix": jnp.ones((7, 3))}
+    state: Any = (params, opt_state := tx.init(params))
     kept, odd, keys = jaxdist.shard(params), jnp.asarray(X[:13]), KEYS[:13]
 
     @jaxdist.data_parallel
@@ -537,7 +538,7 @@ def test_under_a_transfer_guard(tmp_path: Path) -> None:
 
     with jax.transfer_guard("disallow"):
         for _ in range(2):
-            state = step(*state, (odd, keys))
+            state = step(state[0], state[1], (odd, keys))
         sharded, whole = jaxdist.shard(params), jaxdist.unshard(kept)
         jaxdist.save(tmp_path, {"params": kept, "keys": keys}, 1)
         back = jaxdist.restore(tmp_path, {"params": kept, "keys": keys})
@@ -548,7 +549,8 @@ def test_under_a_transfer_guard(tmp_path: Path) -> None:
                 call(W, odd, 0.5)
     for tree in (sharded, whole, back["params"], *sent):
         close(tree, params, 0)
-    compare(jaxdist.unshard(state), jaxdist.unshard(step(*step(params, opt_state, (odd, keys)), (odd, keys))), 0)
+    first = step(params, opt_state, (odd, keys))
+    compare(jaxdist.unshard(state), jaxdist.unshard(step(first[0], first[1], (odd, keys))), 0)
 
 
 @pytest.mark.parametrize(
