@@ -4,11 +4,12 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, Sharding, SingleDeviceSharding
 
 AXIS = "data"  # the axis that splits the batch, and along which state is kept in shards
 GROUP = "group"  # the axis before it in a mesh whose devices keep all of the state in each of several groups
@@ -149,3 +150,14 @@ def on_each_host(hosts: Sequence[Any]) -> int:
     size = each[hosts[0]]
     in_a_row = all(hosts[i] == hosts[i - i % size] for i in range(len(hosts)))
     return size if set(each.values()) == {size} and in_a_row else 0
+
+
+def from_host(shape: Sequence[int], place: Sharding, part: Callable[[Any], np.ndarray]) -> jax.Array:
+    """Return a global array, given `part`, which returns a device's slice for its index.
+
+    Unlike JAX's own function, this is an explicit transfer, which ``jax.transfer_guard("disallow")`` allows.
+    """
+    indices = place.addressable_devices_indices_map(tuple(shape))
+    places = [SingleDeviceSharding(device, memory_kind=place.memory_kind) for device in indices]
+    parts = jax.device_put([part(index) for index in indices.values()], places)  # which may alias what it is given
+    return jax.make_array_from_single_device_arrays(tuple(shape), place, parts)

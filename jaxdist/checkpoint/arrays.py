@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -19,6 +18,7 @@ from jaxdist.checkpoint.checksum import Checksums, checksum, total
 from jaxdist.checkpoint.directory import ITEM
 from jaxdist.checkpoint.manifest import PYTHON, DamagedError, Leaf, Leaves, Name, is_padded_inside, unreadable
 from jaxdist.errors import CheckpointError
+from jaxdist.mesh import from_host
 from jaxdist.placements.layouts import Bounds, Padded, bounds
 from jaxdist.step.batch import is_keys
 
@@ -139,12 +139,12 @@ def _placed(blocks: dict[Bounds, np.ndarray], x: Any, leaf: Leaf) -> Any:
         return whole[()] if isinstance(x, np.generic) else whole
     sharding, shape = _place(x, leaf)
     if sharding:
-        value = jax.make_array_from_callback(shape, sharding, lambda index: blocks[bounds(index, shape)])
+        value = from_host(shape, sharding, lambda index: blocks[bounds(index, shape)])
     elif type(x) is Padded:
         whole = x.layout.padded(whole)
-        value = jax.make_array_from_callback(whole.shape, x.array.sharding, whole.__getitem__)
+        value = from_host(whole.shape, x.array.sharding, whole.__getitem__)
     else:
-        value = jnp.asarray(whole)
+        value = jax.device_put(whole)
     if is_keys(x):
         return jax.random.wrap_key_data(value, impl=leaf.key)
     value = compat.with_weak_type(value, leaf.weak)

@@ -72,7 +72,7 @@ def write(file: Path, leaves: Mapping[str, np.ndarray | str], rename: Mapping[st
         raise ValueError(f"an array can't have the name {min(reserved)!r} in such a file: rename it")
     for name, x in arrays.items():
         # `np.load` would return types that are not NumPy's own as meaningless bytes.
-        if not (x.dtype.isbuiltin == 1 if file.suffix == ".npz" else x.dtype.name in IN_SAFETENSORS):
+        if not (np.dtype(x.dtype.type).isbuiltin == 1 if file.suffix == ".npz" else x.dtype.name in IN_SAFETENSORS):
             raise ValueError(f"{name} is {x.dtype}, which {file.suffix} does not have: convert it (x.astype) before")
     with scratch.folder(f".{file.name}.", str(file.parent)) as folder:
         draft = Path(folder) / file.name

@@ -33,8 +33,7 @@ def allreduce(x: Any, op: str, groups: Groups) -> jax.Array:
 
 def allgather(x: Any, axis: int, groups: Groups) -> jax.Array:
     """Concatenate the devices' arrays along `axis`."""
-    x = jnp.asarray(x)
-    x = x[None] if x.ndim == 0 else x
+    x = jnp.atleast_1d(x)
     axis = normalize_axis_index(axis, x.ndim)
     equal, n = _equal(groups)
     if not x.size:  # XLA gathers nothing that is empty
@@ -60,11 +59,16 @@ def reduce_scatter(x: Any, op: str, axis: int, groups: Groups) -> jax.Array:
 
 
 def broadcast(x: Any, root: int, groups: Groups) -> jax.Array:
-    """Return the root's array on every device."""
-    x = jnp.asarray(x)
-    # Adding -0.0 changes no number, not even -0.0.
-    moved = _movable(x)
-    return allreduce(jnp.where(_is_root(root, groups), moved, -jnp.zeros_like(moved)), "sum", groups).astype(x.dtype)
+    """Return the root's array on every device, bit by bit."""
+    only = lambda x: allreduce(jnp.where(_is_root(root, groups), x, jnp.zeros_like(x)), "sum", groups)
+
+    @jax.custom_jvp
+    def sent(x: Any) -> jax.Array:
+        bits, back = exchange.unsigned(_movable(x))  # a sum of floats would flush subnormal ones
+        return back(only(bits)).astype(x.dtype)
+
+    sent.defjvps(lambda tangent, *_: tangent if tangent.dtype == jax.dtypes.float0 else only(_movable(tangent)))
+    return sent(jnp.asarray(x))
 
 
 def reduce(x: Any, root: int, op: str, groups: Groups) -> jax.Array:

@@ -6,7 +6,6 @@ from collections import Counter, deque
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxdist import compat
@@ -46,7 +45,7 @@ class Messages:
                 f"rank {rank}: recv(like, src={source}) expects {mine.values()}, and rank {source} sent "
                 f"{theirs.values()}: pass a `like` of the same shapes and dtypes in the same order"
             )
-        return jax.tree.unflatten(structure, map(jnp.array, arrays))
+        return jax.tree.unflatten(structure, jax.device_put(arrays))
 
     def _put(self, to: int, message: Message) -> None:
         if to == self._ctx.rank:

@@ -103,5 +103,7 @@ class HostMpi:
 
 
 def reduces(op: str, dtype: np.dtype[Any]) -> bool:
-    """Check whether MPI's reduction is right: it lacks some types, and its extremes lose NaN."""
-    return op != "avg" if dtype.kind in "iu" else dtype.char in "fdFD" and op not in ("min", "max")
+    """Check whether MPI's reduction is right: short integers saturate, and products and extremes differ by NaN."""
+    if dtype.kind in "iu":
+        return op in ("min", "max") or (op != "avg" and dtype.itemsize >= 4)
+    return dtype.char in "fdFD" and op in ("sum", "avg")

@@ -77,6 +77,18 @@ def bits(x: Any) -> tuple[Any, Move]:
     return lax.bitcast_convert_type(x, unsigned), lambda y: lax.bitcast_convert_type(y, x.dtype)
 
 
+def unsigned(x: Any) -> tuple[Any, Move]:
+    """Return `x` as unsigned integers, whose sum with zeros keeps every bit, and a function to convert back."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        parts, back = unsigned(jnp.stack([x.real, x.imag], -1))
+        return parts, lambda y: lax.complex(*(lax.index_in_dim(back(y), k, -1, keepdims=False) for k in (0, 1)))
+    raw, back = bits(x)
+    if raw.dtype.kind == "u":
+        return raw, back
+    word = jnp.dtype(f"uint{8 * raw.dtype.itemsize}")
+    return lax.bitcast_convert_type(raw, word), lambda y: back(lax.bitcast_convert_type(y, raw.dtype))
+
+
 def extreme(x: Any, op: str, reduce: Move) -> Any:
     """Return the largest or smallest float over the devices, or NaN if there is one.
 

@@ -126,7 +126,9 @@ class MpiLowering(Interpreter):
         if x.size > MOST:
             pieces = [self._all_reduce(comm, piece, op) for piece in _pieces(x.reshape(-1))]
             return jnp.concatenate(pieces).reshape(x.shape)
-        wide = x.astype(jnp.int32 if x.dtype == bool else exchange.reducible(x.dtype))
+        # Open MPI adds integers of 8 and 16 bits with saturation where it uses vector instructions.
+        is_short = x.dtype == bool or (jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4)
+        wide = x.astype(jnp.int32 if is_short else exchange.reducible(x.dtype))
         return self._call("allreduce", wide, wide.shape, **_reduction(comm, x.size, wide.dtype, op)).astype(x.dtype)
 
     def _exchange(self, kind: str, comm: Any, x: Any, shape: tuple[int, ...]) -> Any:

@@ -29,11 +29,11 @@ class XlaLowering(Interpreter):
                 gather_shards_p: lambda _, eqn, x: _gather_shards(eqn, x),
                 p.pmax_p: lambda _, eqn, x: extreme(eqn, x, "max"),
                 p.pmin_p: lambda _, eqn, x: extreme(eqn, x, "min"),
-                p.psum_p: lambda _, eqn, x: _as_is(eqn, x, _summed),
+                **dict.fromkeys((p.psum_p, compat.reduce_scatter_p), lambda _, eqn, x: _converted(eqn, x, *_summed(x))),
                 **dict.fromkeys(
-                    (p.all_gather_p, p.all_to_all_p, p.ppermute_p), lambda _, eqn, x: _as_is(eqn, x, exchange.bits)
+                    (p.all_gather_p, p.all_to_all_p, p.ppermute_p),
+                    lambda _, eqn, x: _converted(eqn, x, *exchange.bits(x)),
                 ),
-                compat.reduce_scatter_p: lambda _, eqn, x: _as_is(eqn, x, _summed),
             }
         )
 
@@ -66,15 +66,15 @@ _NAMED: dict[str, tuple[Primitive, tuple[str, ...]]] = {
 }
 
 
-def _as_is(eqn: JaxprEqn, x: Any, converted: Callable[[Any], tuple[Any, Callable[[Any], Any]]]) -> Any:
-    """Bind a collective; what gloo, NCCL or XLA for CPUs can't send or reduce is `converted` and back."""
-    small = x.dtype.itemsize == 1 and x.dtype.kind not in "biu"
-    raw, back = converted(x) if small else (x, lambda y: y)
+def _converted(eqn: JaxprEqn, x: Any, raw: Any, back: Callable[[Any], Any]) -> Any:
+    """Bind a collective of `x` to `raw`, which gloo, NCCL and XLA for CPUs send or reduce as it is."""
     outs = [back(y) for y in compat.bind(eqn, eqn.params, [raw])]
     return outs if eqn.primitive.multiple_results else outs[0]
 
 
 def _summed(x: Any) -> tuple[Any, Callable[[Any], Any]]:
+    if x.dtype.itemsize > 1 or x.dtype.kind in "biu":
+        return x, lambda y: y
     return x.astype(exchange.reducible(x.dtype)), lambda y: y.astype(x.dtype)
 
 

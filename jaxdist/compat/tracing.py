@@ -86,6 +86,11 @@ def _naming(mesh: jax.sharding.Mesh) -> Iterator[None]:
         mesh.__exit__(None, None, None)
 
 
+def type_values(kind: type, type_of: Callable[[Any], Any]) -> None:
+    """Let JAX ask `type_of` for the type of each value of a class, as of an argument of `jax.jit` (no public way)."""
+    _core.pytype_aval_mappings[kind] = type_of
+
+
 def with_weak_type(x: Any, weak_type: bool) -> Any:
     """`x` typed as a Python number is, or not (shard_map drops weak types; no public cast makes one)."""
     return _lax._convert_element_type(x, x.dtype, weak_type=weak_type) if weak_type else x

@@ -125,9 +125,9 @@ class Emitter:
         aval = self.block.avals[i]
         if not aval.size:
             return jnp.zeros(aval.shape, aval.dtype)
-        x = jnp.asarray(x)
         axes = tuple(one.name for one in self.infer.axes if one.name in (*summand.owed, self.axis))
-        return all_reduce_p.bind(x, axes=axes, wire=self._wire(i, aval.dtype)).astype(aval.dtype)
+        x, back = _summed(jnp.asarray(x), summand, aval.dtype)
+        return back(all_reduce_p.bind(x, axes=axes, wire=self._wire(i, aval.dtype)))
 
     def _scatter(self, i: int, x: Any, summand: Partial, to: Split) -> Any:
         """Reduce a summand into slices; sums over other axes are then added up as slices."""
@@ -135,10 +135,11 @@ class Emitter:
         wire = self._wire(i, aval.dtype)
         if not aval.size:
             return jnp.zeros(to.shape(aval.shape), aval.dtype)
+        x, back = _summed(jnp.asarray(x), summand, aval.dtype)
         part = reduce_shard_p.bind(x, axes=(self.axis,), wire=wire, dim=to.dim, devices=self.n)
         if summand.owed:
             part = all_reduce_p.bind(part, axes=summand.owed, wire=wire)
-        return part.astype(aval.dtype)
+        return back(part)
 
     def _turned(self, i: int) -> Sequence[int]:
         """Return the order of dimensions in which to gather a value, for its next user."""
@@ -175,7 +176,7 @@ class Emitter:
         """Turn a whole value (zero, if owed over other axes too) into summands: the first device has the value."""
         x = jnp.asarray(x)
         x = x.astype(wide(x.dtype))
-        nothing = jnp.asarray(-0.0 if jnp.issubdtype(x.dtype, jnp.floating) else 0, x.dtype)
+        nothing = -jnp.zeros_like(x)  # -0.0 changes no number
         return jnp.where(self.index == 0, x, nothing)
 
     @functools.cached_property
@@ -235,8 +236,8 @@ class Emitter:
     def from_root(self, x: Any) -> Any:
         """Send the first device's value to every device."""
         raw, back = _raw(x)
-        bits, whole = exchange.bits(raw)
-        mine = jnp.where(self.index == 0, bits, -jnp.zeros_like(bits))  # -0.0 changes no number
+        bits, whole = exchange.unsigned(raw)
+        mine = jnp.where(self.index == 0, bits, jnp.zeros_like(bits))
         return back(whole(all_reduce_p.bind(mine, axes=(self.axis,), wire=None)))
 
     # --- bodies
@@ -272,6 +273,11 @@ def local_types(placed: Placed) -> list[Any]:
         weak = aval.weak_type and dtype == aval.dtype
         found.append(jax.ShapeDtypeStruct(local_shape(aval.shape, to), dtype, weak_type=weak))
     return found
+
+
+def _summed(x: Any, summand: Partial, dtype: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Return a summand as it is added up, and a function to convert the sum back."""
+    return exchange.unsigned(x) if summand.bits else (x, lambda y: y.astype(dtype))
 
 
 def _raw(x: Any) -> tuple[Any, Callable[[Any], Any]]:

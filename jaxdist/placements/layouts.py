@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxdist import compat
 from jaxdist.mesh import AXIS, GROUP, SEQUENCE, Axis, data_size, in_groups
 from jaxdist.placements.values import REPLICATED, Placement, Split, is_narrow, tiles
 
@@ -228,15 +229,27 @@ class Padded:
         self.array.block_until_ready()
         return self
 
-    def _not_an_array(self, *_: Any) -> Any:
-        raise TypeError(
+    @property
+    def _refusal(self) -> str:
+        return (
             f"an array of shape {self.shape} is kept in shards (jaxdist.zero, level 3, or jaxdist.shard) and has no "
-            "arithmetic outside decorated functions: jaxdist.unshard(tree), called by every rank, makes it complete"
+            "arithmetic outside decorated functions: jaxdist.unshard(x), called by every rank, makes it complete"
         )
 
-    __getitem__ = __iter__ = __len__ = __float__ = __int__ = __bool__ = _not_an_array
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _not_an_array
-    __matmul__ = __rmatmul__ = __pow__ = __neg__ = __abs__ = _not_an_array
+    _committed = False  # so that `jnp.zeros_like` makes a plain array
+    __hash__ = None  # type: ignore[assignment]  # as of an array
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name if name.startswith("_") else f"{name}: {self._refusal}", name=name, obj=self)
+
+    def __copy__(self) -> "Padded":
+        return self
+
+    def __deepcopy__(self, memo: Any) -> "Padded":
+        return Padded(copied(self.array, self.array.sharding), self.layout)
+
+    def __reduce__(self) -> Any:  # to a plain array, as an array in shards is pickled
+        return jnp.asarray, (np.asarray(self),)
 
     def __jax_array__(self) -> jax.Array:
         return jnp.asarray(np.asarray(self))
@@ -255,6 +268,23 @@ class Padded:
         parts = math.prod(cut.parts for cut in self.layout.cuts)
         groups = self.array.sharding.mesh.size // parts  # type: ignore[attr-defined]
         return f"Padded({self.dtype}[{','.join(dims)}], pad={pads}{f', groups={groups}' if groups > 1 else ''})"
+
+
+def _refuse(x: Padded, *_: Any) -> Any:
+    raise TypeError(x._refusal)
+
+
+def _refuse_type(x: Padded) -> Any:
+    raise ValueError(x._refusal)  # `jax.jit` replaces a TypeError by its own
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "matmul", "and", "or", "xor"):
+    setattr(Padded, f"__{_name}__", _refuse)
+    setattr(Padded, f"__r{_name}__", _refuse)
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "lshift", "rshift", "round",
+              "getitem", "iter", "len", "float", "int", "bool"):  # fmt: skip
+    setattr(Padded, f"__{_name}__", _refuse)
+compat.type_values(Padded, _refuse_type)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from jaxdist.placements.rules import FACTORS
 from jaxdist.placements.run import run_as_is
 from jaxdist.placements.strategy import Strategy, nbytes
 from jaxdist.placements.summands import is_zero
-from jaxdist.placements.values import REPLICATED, Deferred, Partial, Placement, Replicated, Split, form, is_wide, wide
+from jaxdist.placements.values import REPLICATED, Deferred, Partial, Placement, Replicated, Split, form, is_wide
 from jaxdist.placements.walk import Walk, special
 
 _MODES = {
@@ -26,7 +26,7 @@ _SCATTERS = tuple(name for name in FACTORS if name.startswith("scatter"))
 
 @special("gather")
 def _look_up(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Look up own rows, with zeros for the rows of other devices: a summand."""
+    """Look up own rows, with zeros for the rows of other devices."""
     rows, params = ins[0], node.eqn.params
     numbers, out = params["dimension_numbers"], walk.block.avals[node.outs[0]]
     column = _column(walk, rows, ins[1:], numbers.start_index_map, numbers.collapsed_slice_dims)
@@ -48,9 +48,9 @@ def _look_up(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
             at = jnp.clip(at, 0, jnp.asarray(here, at.dtype))
         found = emitter.bind(node, [xs[0], at], {**params, "unique_indices": False, "indices_are_sorted": False})[0]
         dims = [d for d in range(out.ndim) if d not in numbers.offset_dims]
-        return [jnp.where(lax.broadcast_in_dim(own, out.shape, dims), found, 0).astype(wide(out.dtype))]
+        return [jnp.where(lax.broadcast_in_dim(own, out.shape, dims), found, jnp.zeros_like(found))]
 
-    return Strategy([form(rows), REPLICATED], [Partial()], run)
+    return Strategy([form(rows), REPLICATED], [Partial(bits=True)], run)
 
 
 @special(*_SCATTERS)

@@ -65,6 +65,7 @@ class Partial:
     gradient: bool = False  # differentiation made it, and it may be sent compressed
     made: bool = True  # False for a loop's carry until a summand is added to it
     owed: tuple[str, ...] = ()  # axes placed before, along which this is a summand too: one reduction covers all
+    bits: bool = False  # one device's value, and zeros: a move, so the bits are added as integers
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def form(placement: Placement) -> Form:
     """Return the form in which a device holds a value; a deferred one is whole."""
     if isinstance(placement, Split):
         return Split(placement.dim, placement.size, placement.chunk, placement.outer)
-    return Partial(owed=placement.owed) if isinstance(placement, Partial) else REPLICATED
+    return Partial(owed=placement.owed, bits=placement.bits) if isinstance(placement, Partial) else REPLICATED
 
 
 def tile(dim: int, size: int, devices: int, stored: bool = False) -> Split:

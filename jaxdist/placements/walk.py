@@ -91,8 +91,8 @@ class Walk:
         self.placed.own.append(Move(node, kind, aval, stored, why, waited_for, again))
 
     def _settled(self, i: int, placement: Placement) -> Placement:
-        """Add up a summand with several uses once, before them."""
-        if not isinstance(placement, Partial) or self.block.uses[i] <= 1:
+        """Add up a summand with several uses once, before them; a moved value at once."""
+        if not isinstance(placement, Partial) or (self.block.uses[i] <= 1 and not placement.bits):
             return placement
         return self.slices.get(i, REPLICATED)
 

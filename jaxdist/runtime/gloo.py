@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdist import streams
+from jaxdist.mesh import from_host
 
 # A line a rank, on standard output, for each set of processes that it connects; nothing turns it off.
 _CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected to ")
@@ -31,7 +32,7 @@ def connect(mesh: Mesh, names: Sequence[str]) -> None:
         return
     cut = PartitionSpec(mesh.axis_names)
     each = NamedSharding(mesh, cut)
-    ones = jax.make_array_from_callback((mesh.size,), each, lambda _: np.ones(1, np.int32))
+    ones = from_host((mesh.size,), each, lambda _: np.ones(1, np.int32))
     sum_of = jax.shard_map(lambda x: lax.psum(x, tuple(names)), mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False)
     with _lock, _without_chatter():
         jax.block_until_ready(jax.jit(sum_of)(ones))

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jaxdist import compat
-from jaxdist.mesh import AXIS, GROUP, NAMES, by_rank, data_size, in_a_row, parts_of_batch
+from jaxdist.mesh import AXIS, GROUP, NAMES, by_rank, data_size, from_host, in_a_row, parts_of_batch
 from jaxdist.placements.layouts import HOST, Cut, Layout, Padded, copied, layout, of_batch, on_host, physical, sharding
 from jaxdist.placements.values import is_narrow
 from jaxdist.runtime.context import Context
@@ -96,7 +96,7 @@ class Placer:
         if spans(x):
             x = (x if x.is_fully_replicated else self._replicate(x)).addressable_data(0)
         x = how.padded(np.asarray(x))
-        array = jax.make_array_from_callback(x.shape, sharding(self.mesh, how), lambda index: np.array(x[index]))
+        array = from_host(x.shape, sharding(self.mesh, how), lambda index: np.array(x[index]))
         return array if how.is_plain else Padded(array, how)
 
     def _unpadded(self, x: Any) -> Any:
@@ -114,7 +114,7 @@ class Placer:
         if self.processes == 1 or spans(x):
             alias = self.mesh.size == 1 and isinstance(x, jax.Array)
             return jax.device_put(x if alias else jnp.copy(x), self.state_sharding)
-        return jax.make_array_from_callback(np.shape(x), self.state_sharding, lambda index: np.array(x[index]))
+        return from_host(np.shape(x), self.state_sharding, lambda index: np.array(x[index]))
 
     def place_batch(self, leaves: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
         """The processes' parts of the batch as global arrays, in the order of the data axis, padded."""
@@ -240,11 +240,8 @@ def _filled(x: Any, how: Layout) -> Any:
 def _lengthened(x: Any, cuts: Sequence[Cut]) -> Any:
     """An array with copies of its last entries, for the padding of each cut."""
     own = jnp if isinstance(x, jax.Array) and not is_narrow(x.dtype) else np
-    for cut in cuts:
-        if cut.pad:
-            last = x[(slice(None),) * cut.dim + (slice(-1, None),)]
-            x = own.concatenate([own.asarray(x), own.repeat(own.asarray(last), cut.pad, cut.dim)], cut.dim)
-    return x
+    pads = [(0, sum(cut.pad for cut in cuts if cut.dim == d)) for d in range(x.ndim)]
+    return own.pad(x, pads, "edge") if any(cut.pad for cut in cuts) else x
 
 
 def _cuts(own: NamedSharding) -> list[Cut] | None:
@@ -265,7 +262,7 @@ def _cuts(own: NamedSharding) -> list[Cut] | None:
 
 def abstract(x: Any) -> jax.ShapeDtypeStruct:
     """The type of a leaf as the step sees it; the leaf may be a type itself."""
-    aval = jax.typeof(x.array if type(x) is Padded else x if hasattr(x, "dtype") else jnp.asarray(x))
+    aval = jax.typeof(x.array if type(x) is Padded else x)
     return jax.ShapeDtypeStruct(np.shape(x), aval.dtype, weak_type=aval.weak_type)
 
 

@@ -128,6 +128,28 @@ def data(call: Call, rng: np.random.Generator, n: int) -> np.ndarray:
     return np.asarray(x + 1j * rng.integers(0, 3, shape) if dtype in COMPLEX else x).astype(jnp.dtype(dtype))
 
 
+# --- reductions of the largest numbers, infinities and NaN
+
+REDUCTIONS = {
+    "sum": lambda x: jnp.any(x, 0) if x.dtype == bool else jnp.sum(x, 0, dtype=x.dtype),
+    "prod": lambda x: jnp.all(x, 0) if x.dtype == bool else jnp.prod(x, 0, dtype=x.dtype),
+    "max": lambda x: jnp.max(x, 0), "min": lambda x: jnp.min(x, 0), "any": lambda x: jnp.any(x, 0),
+    "all": lambda x: jnp.all(x, 0), "count": lambda x: jnp.sum(x != 0, 0, dtype=jnp.uint8),
+}  # fmt: skip
+
+
+def extremes(dtype: str, rows: int, length: int) -> np.ndarray:
+    """Integers from all of their range; of floats the infinities, NaN and both zeros, each beside each."""
+    i = np.arange(rows * length).reshape(rows, length)
+    if dtype == "bool":
+        return i * 7919 % 13 % 3 == 0
+    if np.dtype(jnp.dtype(dtype)).kind in "iu":
+        noise = np.random.default_rng(length).bytes(i.size * np.dtype(dtype).itemsize)
+        return np.frombuffer(noise, dtype).reshape(rows, length)
+    kinds = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1.0, -2.0])
+    return kinds[np.stack([np.arange(9, length + 9) // 7**k % 7 for k in range(rows)])].astype(jnp.dtype(dtype))
+
+
 # --- a step of numbers of every dtype
 
 

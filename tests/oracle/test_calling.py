@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -571,6 +572,37 @@ def test_a_decorated_step_in_a_decorated_step() -> None:
         w, loss = sgd(w, x)
         losses.append(loss)
     close(outer(W, X), (w, losses))
+
+
+def test_under_a_transfer_guard(tmp_path: Path) -> None:
+    """Everything that the library moves by itself is explicit; a number is refused, as by `jax.jit`."""
+    tx = jaxdist.zero(optax.adam(0.1), 3)
+    params: Any = {"w": W, "matrix": jnp.ones((7, 3))}
+    state: Any = (params, opt_state := tx.init(params))
+    kept, odd, keys = jaxdist.shard(params), jnp.asarray(X[:13]), KEYS[:13]
+
+    @jaxdist.data_parallel
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        x, keys = batch
+        loss = lambda p: loss_of(p["w"], x + noise(keys)) + jnp.sum(p["matrix"] ** 2)
+        updates, opt_state = tx.update(jax.grad(loss)(params), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    with jax.transfer_guard("disallow"):
+        for _ in range(2):
+            state = step(state[0], state[1], (odd, keys))
+        sharded, whole = jaxdist.shard(params), jaxdist.unshard(kept)
+        jaxdist.save(tmp_path, {"params": kept, "keys": keys}, 1)
+        back = jaxdist.restore(tmp_path, {"params": kept, "keys": keys})
+        jaxdist.send(params, 0)
+        sent = [jaxdist.recv(params, 0), jaxdist.allreduce(params), jaxdist.broadcast(params)]
+        for call in (jax.jit(sgd), jaxdist.data_parallel(sgd)):
+            with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed"):
+                call(W, odd, 0.5)
+    for tree in (sharded, whole, back["params"], *sent):
+        close(tree, params, 0)
+    first = step(params, opt_state, (odd, keys))
+    compare(jaxdist.unshard(state), jaxdist.unshard(step(first[0], first[1], (odd, keys))), 0)
 
 
 @pytest.mark.parametrize(

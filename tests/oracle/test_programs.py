@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from catalogue import draws, flows, operations, traps
+from catalogue import draws, flows, moves, operations, traps
 from harness.check import check, compare, decorated
 from harness.generated import Generated
+
+import jaxdist
 
 FULL = "JAXDIST_FULL" in os.environ
 EVEN = [(2, 8), (3, 6), (4, 8), (8, 8), (8, 16)]
@@ -79,6 +81,25 @@ SEEDS = range(1000 if FULL else 100)
 @pytest.mark.parametrize("seed", [pytest.param(k, marks=[pytest.mark.slow] * (k > 2)) for k in SEEDS])
 def test_random_programs(seed: int) -> None:
     Generated(seed).run()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    [pytest.param(d, r, marks=[pytest.mark.slow] * ((d, r) not in (("float32", 16), ("complex64", 13))))
+     for d in moves.DTYPES for r in (16, 13)],
+)  # fmt: skip
+def test_moves_keep_every_bit(dtype: str, rows: int) -> None:
+    names = [name for name in moves.MOVES if (dtype, name) != ("bfloat16", "repeat")]  # XLA flushes some to zero
+    f, x = moves.every(names), moves.fragile(dtype, rows)
+    want = jax.jit(f)(x, x)
+    assert moves.changed(jaxdist.unshard(decorated(f)(jaxdist.shard(x), x)), want) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+def test_what_a_callback_returns_keeps_every_bit(dtype: str) -> None:
+    x = moves.fragile(dtype, 16)
+    step = decorated(lambda x: jax.pure_callback(lambda x: np.asarray(x), jax.ShapeDtypeStruct(x.shape, x.dtype), x), 4)
+    assert moves.changed(step(x), x) == []
 
 
 def test_negative_zeros() -> None:

@@ -1,7 +1,10 @@
 """`zero`, `shard`, `unshard`: what is kept where, that nothing else changes, and what is refused."""
 
+import copy
 import functools
 import logging
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -256,10 +259,10 @@ def test_evaluation_takes_shards_and_a_copy_survives_the_next_step() -> None:
     got = float(evaluate(state[0], BATCH))
     assert got == pytest.approx(float(loss_fn(jaxdist.unshard(state[0]), BATCH)), rel=1e-12)
     assert float(evaluate(state[0], BATCH)) == got
-    copy = jaxdist.unshard(state)
-    before = jax.tree.map(np.array, copy)
+    whole = jaxdist.unshard(state)
+    before = jax.tree.map(np.array, whole)
     run(step, state)
-    close(copy, before, 0)
+    close(whole, before, 0)
 
 
 def test_a_leaf_with_padding_looks_like_the_array() -> None:
@@ -270,9 +273,27 @@ def test_a_leaf_with_padding_looks_like_the_array() -> None:
     close(jaxdist.unshard(state), ADAM.init(PARAMS))
     np.testing.assert_array_equal(jnp.sum(jnp.asarray(x), 1), jnp.sum(PARAMS["w"], 1))
     assert jax.block_until_ready(x) is x
-    for use in (lambda x: x * 2, lambda x: 2 - x, lambda x: x[0], lambda x: x @ x, float, len):
-        with raises(TypeError, "jaxdist.unshard"):
-            use(x)
+    for made in (jnp.zeros_like(x), *jax.tree.leaves(optax.tree.zeros_like(jaxdist.shard(PARAMS)))):
+        np.testing.assert_array_equal(made, np.zeros(made.shape))
+    for same in (pickle.loads(pickle.dumps(x)), copy.copy(x), copy.deepcopy(x), np.array(x)):
+        np.testing.assert_array_equal(np.asarray(same), PARAMS["w"])
+    assert isinstance(copy.deepcopy(x), type(x))
+    with pytest.raises(AttributeError):
+        x._unknown  # noqa: B018
+    assert getattr(x, "unknown", None) is None
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda x: x * 2, lambda x: 2 - x, lambda x: 2**x, lambda x: x // 2, lambda x: ~x, lambda x: x[0], lambda x: x @ x,
+     float, len, lambda x: x == x, lambda x: x != 0, lambda x: x < 1, jnp.sum, jnp.linalg.norm, jax.jit(lambda x: x),
+     jax.grad(jnp.sum), optax.global_norm, lambda x: x.sum(), lambda x: x.astype("int8"), jax.device_put,
+     jax.vmap(lambda x: x)],
+)  # fmt: skip
+def test_what_has_no_value_outside_of_a_step_is_refused_by_name(use: Callable[[Any], Any]) -> None:
+    x = jaxdist.shard(PARAMS)["w"]
+    with raises((TypeError, ValueError, AttributeError), "jaxdist.unshard", "(6, 5)"):
+        use(x)
 
 
 def test_memory_counts_what_is_replicated_and_padding() -> None:

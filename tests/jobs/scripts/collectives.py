@@ -1,5 +1,6 @@
 """Collectives between processes, in a step and outside of one: each rank compares its own result with NumPy's."""
 
+import itertools
 import math
 import threading
 import time
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from catalogue import collectives as calls
+from catalogue import moves as ways
 from harness.check import compare
 from harness.errors import raises
 from jax import lax
@@ -105,6 +107,55 @@ def details() -> None:
     assert all((np.asarray(out) == i * N).all() for i, out in kept)
     assert all((view == -i * N).all() for i, view in views)
     assert all((np.asarray(d) == N + 1).all() for d in donated)
+
+
+def moves(*dtypes: str) -> None:
+    """Every bit arrives: in steps, on each device, and between processes."""
+    names = ways.SENT if len(dtypes) < 4 else ways.MOVES
+    kinds = ("broadcast", "allgather", "all_to_all", "scatter")
+    called: list[calls.Call] = [{"kind": kind, **MOVED_ALONG.get(kind, {})} for kind in kinds]
+    gather, trade = (lambda x: lax.all_gather(x, "data")), (lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True))
+    for dtype in dtypes:
+        x = ways.fragile(dtype, 12 * N)
+        parts, f = x.reshape(N, -1, 4), ways.every(names)
+        got = jaxdist.unshard(jaxdist.data_parallel(f, batch_argnums=1)(jaxdist.shard(x), parts[R]))
+        assert ways.changed(got, jax.jit(f)(x, x)) == []
+        want = [calls.expected(call, list(parts))[R] for call in called]
+        assert ways.changed([calls.apply(call, parts[R]) for call in called], want) == [], dtype
+        got = on_each(
+            lambda x: [*(calls.apply(c, x) for c in called), *(way(x) for way in (gather, trade, ring))], parts
+        )
+        assert ways.changed(got, [*want, parts, want[kinds.index("all_to_all")], parts[R - 1]]) == [], dtype
+
+
+MOVED_ALONG = {"broadcast": {"root": 1}, "all_to_all": {"split_axis": 0, "concat_axis": 0}, "scatter": {"root": 1}}
+
+
+def reductions(*lengths: int) -> None:
+    """What each dtype does with overflow, infinities and NaN, as one device does; long arrays take other paths."""
+    for dtype, length in itertools.product(calls.INTS[:6] + calls.FLOATS + calls.COMPLEX + ["bool"], lengths):
+        x = calls.extremes(dtype, N, length)
+        step = {op: calls.REDUCTIONS[op] for op in calls.REDUCTIONS if dtype not in calls.COMPLEX or op in "sum prod"}
+        f = lambda x, step=step: {op: reduce(x) for op, reduce in step.items()}
+        want = jax.jit(f)(x)
+        compare(jaxdist.unshard(jaxdist.data_parallel(f, batch_argnums=0)(x[R : R + 1])), want, EPS)
+        names = [op for op in step if op in calls.OPS]
+        reduced: Any = jaxdist.allreduce
+        compare({op: reduced(x[R], op) for op in names}, {op: want[op] for op in names}, EPS)
+        if dtype != "bool":
+            inner = [(lax.psum, "sum"), *((of, op) for of, op in ((lax.pmax, "max"), (lax.pmin, "min")) if op in step)]
+            got = on_each(lambda x, inner=inner: {op: of(x, "data") for of, op in inner}, x)
+            compare(got, {op: want[op] for _, op in inner}, EPS)
+
+
+def guarded() -> None:
+    """Nothing is moved implicitly: not on the way to the mesh, not in connecting to others."""
+    w, b = jnp.ones((7, 3)), jnp.full((2, 7), R + 1.0)
+    with jax.transfer_guard("disallow"):
+        got = jaxdist.unshard(jaxdist.data_parallel(lambda w, b: (w, b @ w))(jaxdist.shard(w), b))
+        back = jaxdist.allgather(jaxdist.broadcast(b, 0))
+    compare(got, (w, jnp.repeat(jnp.arange(1.0, N + 1) * 7, 6).reshape(-1, 3)))
+    compare(back, jnp.ones((2 * N, 7)))
 
 
 def refused() -> None:
