@@ -109,6 +109,8 @@ ROWS_OF: list[Row] = [
     Row(["state:checked_in_steps"], (), (RUN, THREE)),
     Row([word("state:differs", "FOLDER")], (), (RUN, MPIRUN)),
     Row(["context:fields"], TWO, (FOUR,)),
+    Row(["context:sockets"], (RUN,), (FOUR,)),
+    Row(["calls:known", "calls:stages"], (RUN,), (MPIRUN, FOUR)),
     Row(["context:broadcasts"], (), (MPIRUN, HAND)),
     Row(["context:compiled"], (RUN,), (MPIRUN,)),
     Row(["records:evaluations"], (MPIRUN,), (HAND,)),

@@ -79,6 +79,14 @@ def test_which_gpu_a_process_takes() -> None:
         choose_gpu([Resources("a", (0,), ("u0", "u1"), "gpu")] * 3, 2)
 
 
+def test_the_share_of_a_rank_of_its_hosts_cores() -> None:
+    from jaxdist.runtime.devices import Resources, fair_threads  # private: there is one host here
+
+    ranks = [Resources(host, cores, (), "cpu") for host, cores in zip("aabb", [(0, 1)] * 3 + [(2, 3)], strict=True)]
+    assert [fair_threads(ranks, rank) for rank in range(4)] == [1, 1, 2, 2]
+    assert fair_threads([Resources("a", (0,), (), "cpu")] * 3, 0) == 1
+
+
 @pytest.mark.slow
 def test_nothing_of_the_job_gets_the_number_of_a_stream_that_was_closed(tmp_path: Path) -> None:
     """When a process started: a daemon's child, `2>&-`."""

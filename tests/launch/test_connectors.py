@@ -232,14 +232,16 @@ def test_two_ranks(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_slurm_jobs_at_once_on_one_host_do_not_mix() -> None:
+@pytest.mark.parametrize("differs", [{"SLURM_JOB_ID": "4712"}, {"SLURM_RESTART_COUNT": "1"}], ids=["id", "requeued"])
+def test_two_slurm_jobs_at_once_on_one_host_do_not_mix(differs: dict[str, str]) -> None:
+    """Nor one with what is left of its first run."""
     shared = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
     shared |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NODELIST": "127.0.0.1"}
     one, other = jobs.Job(), jobs.Job()
 
     def start(job: jobs.Job, rank: int) -> None:
-        number = "4711" if job is one else "4712"
-        job.start(WHO, shared | {"SLURM_JOB_ID": number, "SLURM_PROCID": str(rank)})
+        own = {"SLURM_JOB_ID": "4711", **(differs if job is other else {})}
+        job.start(WHO, shared | own | {"SLURM_PROCID": str(rank)})
 
     start(one, 0)
     start(other, 1)

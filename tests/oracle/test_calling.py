@@ -413,6 +413,9 @@ def test_what_is_donated() -> None:
     host = np.array(W)
     jaxdist.data_parallel(step, donate=True)(host, W * 2, X)
     np.testing.assert_array_equal(host, W)
+    x = jaxdist.data_parallel(lambda x: x + 0.0)(X)  # split over the devices: the batch is never taken
+    jaxdist.data_parallel(step, batch_argnums=2, donate_argnums=(0, 2))(W * 1, W * 2, x)
+    np.testing.assert_array_equal(x, X)
 
 
 def test_on_one_device_nothing_is_copied(caplog: pytest.LogCaptureFixture) -> None:

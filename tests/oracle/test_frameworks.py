@@ -240,7 +240,7 @@ def nodes_that_look_at_their_children(decorate: Any) -> Any:
 def test_nodes_that_look_at_their_children_elsewhere(tmp_path: Path) -> None:
     matrix = Matrix(jnp.ones((3, 8)))
     model = WithActivation(matrix, jnp.tanh)
-    step = jaxdist.data_parallel(lambda model, x: (model, model.activation(x @ model.matrix.w).mean()))
+    step: Any = jaxdist.data_parallel(lambda model, x: (model, model.activation(x @ model.matrix.w).mean()))
     same, mean = step(model, X)
     assert same.activation is jnp.tanh
     np.testing.assert_allclose(mean, jnp.tanh(X @ matrix.w).mean())

@@ -225,3 +225,36 @@ def said() -> None:
     rows = [("rank 0", "rank 1", "'b'"), (f"{N} ranks", "same batch")]
     for tokens in rows if ctx.is_root else []:
         assert sum(all(token in text for token in tokens) for text in heard) == 1, (tokens, heard)
+
+
+def known() -> None:
+    """A call that is known waits for nobody: it makes no exchange, in whatever pattern steps take turns."""
+    train, evaluate, w = jaxdist.data_parallel(descend), jaxdist.data_parallel(loss_of), W
+
+    def turn() -> None:
+        nonlocal w
+        for _ in range(3):
+            w = train(w, X[R], Y[R])
+        evaluate(w, X[R], Y[R])
+
+    made = []
+    for _ in range(10):
+        before, _ = ctx.control.calls
+        turn()
+        made.append(ctx.control.calls[0] - before)
+    # New calls, then calls 1, 2, 4, 8, ... of each step, which compare the bits of the state.
+    compared = [sum(n & (n - 1) == 0 for n in (3 * k + 1, 3 * k + 2, 3 * k + 3, k + 1)) for k in range(10)]
+    assert made[2:] == compared[2:], made
+
+
+def stages() -> None:
+    """What is compiled ahead is called by each rank with its own part, as the step is."""
+    step = jaxdist.data_parallel(lambda w, x, y: (descend(w, x, y), loss_of(w, x, y)))
+    compiled, w, plain = step.lower(W, X[R], Y[R]).compile(), W, W
+    assert compiled.in_avals[0][1].shape == (N * ROWS, 3)
+    for _ in range(3):
+        w, loss = compiled(w, X[R], Y[R])
+        expected, plain = loss_of(plain, whole(X), whole(Y)), descend(plain, whole(X), whole(Y))
+        close((w, loss), (plain, expected))
+    with raises(TypeError, "compiled", f"float64[{N * (ROWS - 3)},3]"):
+        compiled(w, X[R][3:], Y[R][3:])

@@ -1,6 +1,8 @@
 """Who and where each rank is, and what travels between their contexts."""
 
+import contextlib
 import os
+import socket
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +46,18 @@ def fields() -> list[Any]:
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     assert names.count("tf_XLAEigen") <= max(1, len(os.sched_getaffinity(0)) // N)
     return [R, ctx.local_rank, ctx.local_size, ctx.hosts[R] == os.uname().nodename]
+
+
+def sockets() -> None:
+    """What is small is sent at once over each connection: the channel's, gloo's, JAX's own. (mpirun has others.)"""
+    jaxdist.data_parallel(lambda x: x.sum())(np.ones(2))
+    delays = []
+    for number in (int(path.name) for path in Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as own:
+            if own.family in (socket.AF_INET, socket.AF_INET6) and own.type == socket.SOCK_STREAM:
+                delays.append((own.getpeername(), own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
+    assert delays
+    assert [peer for peer, at_once in delays if not at_once] == []
 
 
 def broadcasts() -> None:
