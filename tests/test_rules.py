@@ -23,6 +23,9 @@ def _imported(node: ast.AST) -> list[str]:
 
 REPLACED = {
     "compat/compilation.py: compiler.backend_compile_and_load",
+    "compat/processes.py: prefetch._put_iterator_elements_in_buffer",
+    "compat/processes.py: process_prefetch.ProcessPrefetchDatasetIterator._process_failed",
+    "compat/processes.py: process_prefetch._put_dataset_elements_in_buffer",
     "control/failfast.py: sys.exit",
 }
 """What is another library's and gets ours in its place; each says why. (Python asks for hooks to be replaced.)"""

@@ -1,7 +1,6 @@
 """Processes: what grain's workers share with the one that started them, and how Python ends its threads."""
 
 import functools
-import multiprocessing
 import os
 import sys
 import threading
@@ -20,18 +19,27 @@ def forget_name(array: Any) -> Any:
     return array
 
 
-@functools.cache
-def end_with_parent() -> None:
-    """Exit this worker when its parent process is killed. Grain's workers would wait forever to hand over a batch."""
-    # The kernel's parent-death signal would already fire when the thread that started the worker ends.
-    parent = multiprocessing.parent_process()
+def guard_readers(
+    in_thread: Callable[..., None], in_worker: Callable[..., None], check_worker: Any
+) -> Callable[..., None]:
+    """Have grain's threads and workers run these functions, and return its own of a worker; the thread's is given."""
+    # In grain 0.2.16-0.2.18 a BaseException (sys.exit, CancelledError, a panic in Rust) ends a thread or worker without
+    # a word, as os._exit(0) does a worker, and a worker drops what it can't pickle: the loop waits, or misses a batch.
+    from absl import flags
 
-    def wait(parent: Any) -> None:
-        parent.join()
-        os._exit(1)
+    if not flags.FLAGS.is_parsed():  # grain reads some; programs without absl.app parse none
+        flags.FLAGS.mark_as_parsed()
+    try:
+        from grain._src.python.dataset.transformations import prefetch, process_prefetch
 
-    if parent is not None:
-        threading.Thread(target=wait, args=(parent,), daemon=True).start()
+        of_thread = prefetch._put_iterator_elements_in_buffer
+        of_worker = process_prefetch._put_dataset_elements_in_buffer
+    except (ImportError, AttributeError):  # a later grain: as it is
+        return in_worker
+    prefetch._put_iterator_elements_in_buffer = functools.partial(in_thread, of_thread)
+    process_prefetch._put_dataset_elements_in_buffer = in_worker
+    process_prefetch.ProcessPrefetchDatasetIterator._process_failed = check_worker
+    return of_worker
 
 
 def start_tracker() -> None:
