@@ -26,7 +26,7 @@ REPLACED = {
     "compat/processes.py: prefetch._put_iterator_elements_in_buffer",
     "compat/processes.py: process_prefetch.ProcessPrefetchDatasetIterator._process_failed",
     "compat/processes.py: process_prefetch._put_dataset_elements_in_buffer",
-    "control/failfast.py: sys.exit",
+    "compat/processes.py: sys.exit",
 }
 """What is another library's and gets ours in its place; each says why. (Python asks for hooks to be replaced.)"""
 

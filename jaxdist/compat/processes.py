@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import resource_tracker
-from typing import Any
+from typing import Any, NoReturn
 
 
 def forget_name(array: Any) -> Any:
@@ -65,3 +65,29 @@ def before_threads_end(call: Callable[[], None]) -> None:
     import concurrent.futures.thread  # noqa: F401
 
     threading._register_atexit(call)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_TOOL = 4  # of the numbers that PEP 669 leaves to any tool, the one that fewer take
+
+
+def watch_exits(note: Callable[[Any], None]) -> None:
+    """Call `note` with the code of a SystemExit when it is raised, and with None when it is caught."""
+    monitoring: Any = getattr(sys, "monitoring", None)
+    if monitoring is None or monitoring.get_tool(_TOOL) is not None:
+        # Before Python 3.12, only the calls of `sys.exit` are seen, caught or not.
+        python = sys.exit
+
+        def leave(status: Any = None, /) -> NoReturn:
+            note(status)
+            python(status)
+
+        sys.exit = leave
+        return
+    raised = lambda _, at, error: note(error.code) if isinstance(error, SystemExit) else None
+    caught = lambda _, at, error: note(None) if isinstance(error, SystemExit) else None
+    events = monitoring.events
+    monitoring.use_tool_id(_TOOL, "jaxdist")
+    # `finally` and `with` catch an error and raise it again.
+    for event, call in (events.RAISE, raised), (events.RERAISE, raised), (events.EXCEPTION_HANDLED, caught):
+        monitoring.register_callback(_TOOL, event, call)
+    monitoring.set_events(_TOOL, events.RAISE | events.RERAISE | events.EXCEPTION_HANDLED)
