@@ -83,8 +83,8 @@ def watch_exits(note: Callable[[Any], None]) -> None:
 
         sys.exit = leave
         return
-    raised = lambda _, at, error: note(error.code) if isinstance(error, SystemExit) else None
-    caught = lambda _, at, error: note(None) if isinstance(error, SystemExit) else None
+    raised = lambda _code, _offset, error: note(error.code) if isinstance(error, SystemExit) else None
+    caught = lambda _code, _offset, error: note(None) if isinstance(error, SystemExit) else None
     events = monitoring.events
     monitoring.use_tool_id(_TOOL, "jaxdist")
     # `finally` and `with` catch an error and raise it again.

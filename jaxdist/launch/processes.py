@@ -41,7 +41,7 @@ class Ended(NamedTuple):
 
     code: int
     failed: str
-    how: str = ""  # that did
+    ending: str = ""  # of that command, in words
 
 
 class Job:
@@ -113,11 +113,11 @@ class Job:
                 culprit = named or first
                 code = self._failed.get(culprit, self._failed[first])
                 early = culprit in self._children and culprit not in self._failed | self._running
-                how = ENDED_EARLY if early else f"failed with exit code {code}{_HINTS.get(code, '')}"
-                ended = Ended(code, culprit, how)
+                ending = ENDED_EARLY if early else f"failed with exit code {code}{_HINTS.get(code, '')}"
+                ended = Ended(code, culprit, ending)
                 self._send(signal.SIGTERM)
                 rest = f"; ending the other {len(self._running)}" if self._running else ""
-                say(f"{ended.failed} {how}{rest}")
+                say(f"{culprit} {ending}{rest}")
             if now > look_at:  # a stranger that connects to one of its ports can stop mpirun
                 stuck = stuck + 1 if any(child.is_stuck() for child in self._running.values()) else 0
                 look_at = now + _STUCK_S

@@ -88,7 +88,7 @@ def spawn(
             return [pickle.loads(file.read_bytes()) for file in files]
         if not ended.failed:  # a signal that came to this process, and went on to the ranks
             signal.raise_signal(ended.code - 128)
-        raise _error(folder, ended.failed, ended.how, n)
+        raise _error(folder, ended.failed, ended.ending, n)
 
 
 def _check(n: int) -> None:
@@ -126,12 +126,12 @@ def _write_task(folder: Path, fn: Callable[..., Any], args: tuple[Any, ...], kwa
         file.write(buffer.getbuffer())
 
 
-def _error(folder: Path, name: str, how: str, n: int) -> BaseException:
+def _error(folder: Path, name: str, ending: str, n: int) -> BaseException:
     """What to raise for a job that failed: the error of the rank that did first."""
     try:
         summary, trace, pickled = pickle.loads((folder / f"error of {name}").read_bytes())
     except Exception:  # there is none, or not the whole of it
-        return RuntimeError(f"{name} of {n} {how}, without an exception; what it printed may say more")
+        return RuntimeError(f"{name} of {n} {ending}, without an exception; what it printed may say more")
     try:
         error = pickle.loads(pickled)
     except Exception:  # of a type that only the ranks know, or that pickles and does not unpickle
