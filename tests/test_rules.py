@@ -23,7 +23,10 @@ def _imported(node: ast.AST) -> list[str]:
 
 REPLACED = {
     "compat/compilation.py: compiler.backend_compile_and_load",
-    "control/failfast.py: sys.exit",
+    "compat/processes.py: prefetch._put_iterator_elements_in_buffer",
+    "compat/processes.py: process_prefetch.ProcessPrefetchDatasetIterator._process_failed",
+    "compat/processes.py: process_prefetch._put_dataset_elements_in_buffer",
+    "compat/processes.py: sys.exit",
 }
 """What is another library's and gets ours in its place; each says why. (Python asks for hooks to be replaced.)"""
 

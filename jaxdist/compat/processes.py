@@ -1,13 +1,12 @@
 """Processes: what grain's workers share with the one that started them, and how Python ends its threads."""
 
 import functools
-import multiprocessing
 import os
 import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import resource_tracker
-from typing import Any
+from typing import Any, NoReturn
 
 
 def forget_name(array: Any) -> Any:
@@ -20,18 +19,27 @@ def forget_name(array: Any) -> Any:
     return array
 
 
-@functools.cache
-def end_with_parent() -> None:
-    """Exit this worker when its parent process is killed. Grain's workers would wait forever to hand over a batch."""
-    # The kernel's parent-death signal would already fire when the thread that started the worker ends.
-    parent = multiprocessing.parent_process()
+def guard_readers(
+    in_thread: Callable[..., None], in_worker: Callable[..., None], check_worker: Any
+) -> Callable[..., None]:
+    """Have grain's threads and workers run these functions, and return its own of a worker; the thread's is given."""
+    # In grain 0.2.16-0.2.18 a BaseException (sys.exit, CancelledError, a panic in Rust) ends a thread or worker without
+    # a word, as os._exit(0) does a worker, and a worker drops what it can't pickle: the loop waits, or misses a batch.
+    from absl import flags
 
-    def wait(parent: Any) -> None:
-        parent.join()
-        os._exit(1)
+    if not flags.FLAGS.is_parsed():  # grain reads some; programs without absl.app parse none
+        flags.FLAGS.mark_as_parsed()
+    try:
+        from grain._src.python.dataset.transformations import prefetch, process_prefetch
 
-    if parent is not None:
-        threading.Thread(target=wait, args=(parent,), daemon=True).start()
+        of_thread = prefetch._put_iterator_elements_in_buffer
+        of_worker = process_prefetch._put_dataset_elements_in_buffer
+    except (ImportError, AttributeError):  # a later grain: as it is
+        return in_worker
+    prefetch._put_iterator_elements_in_buffer = functools.partial(in_thread, of_thread)
+    process_prefetch._put_dataset_elements_in_buffer = in_worker
+    process_prefetch.ProcessPrefetchDatasetIterator._process_failed = check_worker
+    return of_worker
 
 
 def start_tracker() -> None:
@@ -57,3 +65,29 @@ def before_threads_end(call: Callable[[], None]) -> None:
     import concurrent.futures.thread  # noqa: F401
 
     threading._register_atexit(call)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_TOOL = 4  # of the numbers that PEP 669 leaves to any tool, the one that fewer take
+
+
+def watch_exits(note: Callable[[Any], None]) -> None:
+    """Call `note` with the code of a SystemExit when it is raised, and with None when it is caught."""
+    monitoring: Any = getattr(sys, "monitoring", None)
+    if monitoring is None or monitoring.get_tool(_TOOL) is not None:
+        # Before Python 3.12, only the calls of `sys.exit` are seen, caught or not.
+        python = sys.exit
+
+        def leave(status: Any = None, /) -> NoReturn:
+            note(status)
+            python(status)
+
+        sys.exit = leave
+        return
+    raised = lambda _code, _offset, error: note(error.code) if isinstance(error, SystemExit) else None
+    caught = lambda _code, _offset, error: note(None) if isinstance(error, SystemExit) else None
+    events = monitoring.events
+    monitoring.use_tool_id(_TOOL, "jaxdist")
+    # `finally` and `with` catch an error and raise it again.
+    for event, call in (events.RAISE, raised), (events.RERAISE, raised), (events.EXCEPTION_HANDLED, caught):
+        monitoring.register_callback(_TOOL, event, call)
+    monitoring.set_events(_TOOL, events.RAISE | events.RERAISE | events.EXCEPTION_HANDLED)

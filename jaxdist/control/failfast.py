@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from jaxdist import streams
+from jaxdist import compat, streams
 from jaxdist.control.channel import Control
 from jaxdist.control.process import SAY_SECONDS, within
 from jaxdist.control.stacks import users_line
@@ -25,7 +25,7 @@ def install(control: Control) -> None:
     """End the whole job when this process meets an uncaught exception, in any thread."""
     # The traceback is printed, every line marked with the rank; the other ranks print one line that says which rank
     # failed and why; all end with a non-zero code. A hook that was installed before (IPython, rich) is called, too.
-    # `sys.exit` with a failing code on one rank ends the job too. A job of one process is left alone.
+    # A SystemExit with a failing code on one rank ends the job too. A job of one process is left alone.
     if control.size == 1:
         return
     previous, of_threads = sys.excepthook, threading.excepthook
@@ -89,13 +89,11 @@ def end_if_failed(control: Control) -> None:
 
 
 def _watch_exit(control: Control) -> None:
-    """Note the code that the script gives to `sys.exit`: Python calls neither excepthook nor atexit with it."""
-    python = sys.exit
+    """Note the code that the script ends with: Python calls neither excepthook nor atexit with it."""
 
-    def leave(status: Any = None, /) -> NoReturn:
+    def note(status: Any) -> None:
         # In other threads, Python handles only SystemExit itself.
         if threading.current_thread() is threading.main_thread():
             control.exit_said = status, control.calls
-        python(status)
 
-    sys.exit = leave
+    compat.watch_exits(note)

@@ -1,6 +1,7 @@
 """`loader`: each rank's batches of a data set, on grain: one shuffle, equal counts, elastic resuming."""
 
 import operator
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from jaxdist.data.sources import Arrays, is_stream
 from jaxdist.errors import DataError
 from jaxdist.extras import need
 from jaxdist.mesh import Sizes
+from jaxdist.runtime import readers
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.step.batch import batch_part
 from jaxdist.step.tracing import say_once
@@ -82,6 +84,7 @@ def loader(
 
     def check() -> tuple[Reader, State]:
         need("grain", "jaxdist.loader")
+        readers.guard()
         for name, value in {"batch_size": batch_size, "seed": seed, "workers": workers, "prefetch": prefetch}.items():
             _check_integer(f"{name}={value!r}", value, int(name == "batch_size"))
         if tail not in ("drop", "keep"):
@@ -259,11 +262,13 @@ class Loader:
             if not self._running:
                 self._running.append(self._reader.start(self._at))
             read: Read = next(self._running[0])
-        except BaseException:
+        except BaseException as error:
             # Grain's iterator may be past the batch. It waits up to 25 s for workers that are still starting, but
             # one of them may be dead and the job must end, so do not wait here.
             running, self._running[:] = list(self._running), []
             threading.Thread(target=_close, args=(running,), name="jaxdist-loader", daemon=True).start()
+            if isinstance(error, SystemExit):
+                sys.exit(error.code)  # in this thread: the other ranks hear of it
             raise
         sampling = self._reader.sampling
         if not read.left or sampling.alone:

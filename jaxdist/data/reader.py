@@ -66,18 +66,12 @@ class Reader:
         steps = grain.MapDataset.range(sys.maxsize).map(read).to_iter_dataset(unread)
         if not self.workers:  # a thread that does not keep the process alive
             return grain.experimental.ThreadPrefetchDatasetIterator(iter(steps), self.prefetch)
-        from absl import flags
-
-        if not flags.FLAGS.is_parsed():  # grain reads some; programs without absl.app parse none
-            flags.FLAGS.mark_as_parsed()
         compat.start_tracker()
         steps = steps.mp_prefetch(grain.multiprocessing.MultiprocessingOptions(self.workers, max(1, self.prefetch)))
         return iter(steps.map(lambda read: jax.tree.map(compat.forget_name, read)))
 
     def _by_index(self, start: Place, step: int) -> Read:
         """Return the batch `step` batches after a position; also called in workers."""
-        if self.workers:
-            compat.end_with_parent()
         sampling, source = self.sampling, self.source
         at, then = sampling.seek(start, step), sampling.seek(start, step + 1)
         indices = sampling.examples(at.epoch, at.position)
@@ -87,7 +81,8 @@ class Reader:
             grain = sys.modules.get("grain")
             # By grain's convention an index past the end belongs to a later epoch: it draws different random numbers.
             past = at.epoch * sampling.length if grain and isinstance(source, grain.MapDataset) else 0
-            batch = stacked([(i, self._transformed(source[past + i], at.epoch, i)) for i in indices.tolist()])
+            # A generator: in grain, StopIteration would end the data of a worker.
+            batch = stacked([*((i, self._transformed(source[past + i], at.epoch, i)) for i in indices.tolist())])
         return Read(batch, sampling.tail(at.position), at, then)
 
     def _in_order(self, at: Place) -> Iterator[Read]:

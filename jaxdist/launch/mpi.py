@@ -1,5 +1,6 @@
 """The mpirun that belongs to this environment, and how to call it."""
 
+import contextlib
 import functools
 import ipaddress
 import os
@@ -21,10 +22,7 @@ from jaxdist.launch.hosts import Host, forwarded_variables
 Family = Literal["openmpi", "mpich", "unknown"]
 
 # Both Open MPI 4 and 5 ask for this pair; 4 reads the first of the other two, 5 (PRRTE) the second.
-ROOT_ENV: Mapping[str, str] = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-}
+ROOT_ENV = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
 OVERSUBSCRIBE_ENV: Mapping[str, str] = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
@@ -124,6 +122,8 @@ def find_mpirun() -> Mpirun | None:
     path = shutil.which("mpirun", path=os.pathsep.join([f"{sys.prefix}/bin", os.environ.get("PATH", os.defpath)]))
     if path is None:
         return None
+    with contextlib.suppress(RuntimeError):  # this user has no home
+        os.environ.setdefault("HOME", str(Path.home()))  # Open MPI does not start without it
     done = run_outside([path, "--version"], 20)
     if done is None:
         return None

@@ -22,6 +22,9 @@ _UNREAD_S = 3.0
 _LOOK_S = 0.02
 _STUCK_S = 2.0  # between two looks; each looks at all processes of the machine
 
+ENDED_EARLY = "ended with exit code 0 before its part was done (os._exit?)"
+_HINTS = {128 + signal.SIGKILL: " (SIGKILL: the system ran out of memory?)"}
+
 # What a rank prints before it ends because another rank failed (`jaxdist.control`), or because the ranks make different
 # calls (each prints that, and none is the first); and what Open MPI prints when it has lost a host. It would wait
 # forever for the other half to confirm.
@@ -38,6 +41,7 @@ class Ended(NamedTuple):
 
     code: int
     failed: str
+    ending: str = ""  # of that command, in words
 
 
 class Job:
@@ -106,10 +110,14 @@ class Job:
                 decide_at, kill_at = min(decide_at, now + _HEARD_S), min(kill_at, now + _FAILURE_GRACE_S)
             if self._failed and ended is None and now >= decide_at:
                 first, named = next(iter(self._failed)), self._failing
-                ended = Ended(self._failed[named if named in self._failed else first], named or first)
+                culprit = named or first
+                code = self._failed.get(culprit, self._failed[first])
+                early = culprit in self._children and culprit not in self._failed | self._running
+                ending = ENDED_EARLY if early else f"failed with exit code {code}{_HINTS.get(code, '')}"
+                ended = Ended(code, culprit, ending)
                 self._send(signal.SIGTERM)
                 rest = f"; ending the other {len(self._running)}" if self._running else ""
-                say(f"{ended.failed} failed with exit code {ended.code}{rest}")
+                say(f"{culprit} {ending}{rest}")
             if now > look_at:  # a stranger that connects to one of its ports can stop mpirun
                 stuck = stuck + 1 if any(child.is_stuck() for child in self._running.values()) else 0
                 look_at = now + _STUCK_S

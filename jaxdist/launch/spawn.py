@@ -72,6 +72,7 @@ def spawn(
     """
     from jaxdist.launch.job import launch  # here: a rank needs none of it
     from jaxdist.launch.output import NOT_WRITTEN
+    from jaxdist.launch.processes import ENDED_EARLY
 
     _check(n)
     with scratch.folder("jaxdist-spawn-") as name:
@@ -82,11 +83,12 @@ def spawn(
         ended = launch(command, n, None, environment, prefix=prefix)
         if ended.code in (0, NOT_WRITTEN) and not ended.failed:
             files = [folder / f"result of rank {rank}" for rank in range(n)]
-            none: Any = None  # of a function that calls `sys.exit()`
-            return [pickle.loads(file.read_bytes()) if file.exists() else none for file in files]
+            if missing := [file.name.removeprefix("result of ") for file in files if not file.exists()]:
+                raise _error(folder, missing[0], ENDED_EARLY, n)
+            return [pickle.loads(file.read_bytes()) for file in files]
         if not ended.failed:  # a signal that came to this process, and went on to the ranks
             signal.raise_signal(ended.code - 128)
-        raise _error(folder, ended.failed or "a rank", ended.code, n)
+        raise _error(folder, ended.failed, ended.ending, n)
 
 
 def _check(n: int) -> None:
@@ -124,14 +126,12 @@ def _write_task(folder: Path, fn: Callable[..., Any], args: tuple[Any, ...], kwa
         file.write(buffer.getbuffer())
 
 
-def _error(folder: Path, name: str, code: int, n: int) -> BaseException:
+def _error(folder: Path, name: str, ending: str, n: int) -> BaseException:
     """What to raise for a job that failed: the error of the rank that did first."""
     try:
         summary, trace, pickled = pickle.loads((folder / f"error of {name}").read_bytes())
     except Exception:  # there is none, or not the whole of it
-        hint = " (SIGKILL: the system ran out of memory?)" if code == 128 + signal.SIGKILL else ""
-        ended = f"{name} of {n} ended with exit code {code}{hint}"
-        return RuntimeError(f"{ended}, without an exception; what it printed may say more")
+        return RuntimeError(f"{name} of {n} {ending}, without an exception; what it printed may say more")
     try:
         error = pickle.loads(pickled)
     except Exception:  # of a type that only the ranks know, or that pickles and does not unpickle
@@ -153,9 +153,12 @@ def main(folder: str) -> None:
             ctx = init()  # before arrays of JAX are made of what was sent
             signal.signal(signal.SIGINT, signal.default_int_handler)
             fn, args, kwargs = pickle.load(file)
-        result = fn(*args, **kwargs)
-        with Path(folder, f"result of rank {ctx.rank}").open("wb") as file:
-            ResultPickler(file).dump(result)
+        result = None
+        try:
+            result = fn(*args, **kwargs)
+        finally:  # of one that calls `sys.exit()`: None
+            with Path(folder, f"result of rank {ctx.rank}").open("wb") as file:
+                ResultPickler(file).dump(result)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the parent shows it

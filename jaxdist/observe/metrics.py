@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import math
+import operator
 import os
 import queue
 import shutil
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, SupportsIndex, TextIO
 
 import jax
 import numpy as np
@@ -48,6 +49,7 @@ class RunLog:
         self._path, self._is_root, self._total, self._per_step = file, is_root, total, per_step
         self._sinks = list(sinks)
         self._file: TextIO | None = None
+        self._closed = False
         self._last = -sys.maxsize  # latest step
         self._written: _Entry | None = None
         self._shown: _Entry | None = None
@@ -57,12 +59,19 @@ class RunLog:
         # A daemon thread, since arrays of a failed job may never arrive.
         self._timer = threading.Thread(target=_note_ends, args=[self._running], name="jaxdist-log", daemon=True)
 
-    def __call__(self, step: int, **metrics: Any) -> None:
+    def __call__(self, step: SupportsIndex, **metrics: Any) -> None:
         """Log the metrics of a step."""
-        step = int(step)
+        if self._closed:
+            raise ValueError(f"the log {self._path} is closed: log within the `with` block of run_log")
+        try:
+            step = operator.index(step)
+        except TypeError:
+            raise TypeError(f"step {step!r} of the log: expected an integer") from None
         for name, value in metrics.items():
             if name in _OWN:
                 raise ValueError(f"metric {name!r}: this name is reserved for the log. Use a different name")
+            if not _is_number(value):
+                raise TypeError(f"metric {name!r} of step {step} is {value!r:.60}; expected a number")
             if math.prod(np.shape(value)) != 1:
                 raise ValueError(f"metric {name!r} of step {step} has shape {np.shape(value)}; expected a scalar")
         if step < self._last:
@@ -130,6 +139,7 @@ class RunLog:
 
     def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
         """Write the remaining entries; after an error, only finished ones."""
+        self._closed = True
         if self._file is None:
             return
         self._running.put(None)
@@ -205,6 +215,13 @@ def _note_ends(entries: queue.SimpleQueue[_Entry | None]) -> None:
 def _ready(entry: _Entry) -> bool:
     # is_ready of a deleted array crashes the process (jax 0.10); `_number` raises an error for it.
     return all(x.is_deleted() or x.is_ready() for x in entry.metrics.values() if hasattr(x, "is_ready"))
+
+
+def _is_number(x: Any) -> bool:
+    """Check the type of a metric, without waiting for its value; an array may have several numbers."""
+    dtype = getattr(x, "dtype", None) if hasattr(x, "__array__") else np.asarray(x).dtype
+    kind = getattr(dtype, "kind", "f")  # of other libraries' arrays: `_number` sees
+    return hasattr(x, "__float__") if kind == "O" else kind not in "USMmc"
 
 
 def _number(step: int, name: str, x: Any) -> float:

@@ -1,12 +1,14 @@
 """`loader`: an epoch is one order of all examples, for any ranks and through any restarts."""
 
 import ast
+import asyncio
 import functools
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -263,6 +265,31 @@ def test_a_state_that_text_would_change_is_not_used() -> None:
         assert flat(epoch([again])) == flat(epoch([alone]))[8:]
 
 
+RAISED = [ValueError("plain"), SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError("by hand")]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("error", RAISED, ids=repr)
+def test_what_is_raised_beside_the_loop_ends_the_loop(error: BaseException) -> None:
+    """In a thread of ours, or of grain's, which would end in silence, and the loop would wait."""
+
+    def fault(x: Any) -> Any:
+        if x == 9:
+            raise error
+        return x
+
+    own = grain.MapDataset.range(20).map(fault).to_iter_dataset()
+    for source, how in (
+        (np.arange(20), {"transform": fault}),
+        (Again(), {"transform": fault}),
+        (lambda epoch: map(fault, range(20)), {}),
+        (grain.experimental.ThreadPrefetchIterDataset(own, prefetch_buffer_size=1), {}),
+    ):
+        settings: dict[str, Any] = how
+        with raises(type(error), str(error)):
+            epoch([make(source, 4, shuffle=False, prefetch=2, **settings)])
+
+
 # --- processes
 
 
@@ -321,3 +348,31 @@ def test_worker_processes(tmp_path: Path) -> None:
     assert "ValueError: a bad example" in failed.stderr
     assert "resource_tracker" not in failed.stderr
     assert 'if __name__ == "__main__":' in jobs.run("hand", 1, [script, "unguarded"], code=1).output
+
+
+FAULTS = {
+    "own": ("Own", "no image"),
+    "two arguments": ("RuntimeError", "TwoArguments", "a:1"),
+    "lock": ("RuntimeError", "ValueError", "with a lock"),
+    "panic": ("Panic", "in Rust"),
+    "exit 3": ("SystemExit", "3"),
+    "stop": ("RuntimeError", "StopIteration"),
+    "returned": ("RuntimeError", "batch", "lock"),
+    "os exit 0": ("RuntimeError", "exit code 0", "os._exit"),
+    "bus": ("RuntimeError", "exit code -7", "/dev/shm"),
+    "good": ("",),
+    "grain's": ("Own", "no image"),
+}
+
+
+@pytest.mark.slow
+def test_what_workers_raise_return_or_end_with_ends_the_loop() -> None:
+    """After the batches before it, and in the place of its own; a worker that is killed takes some along."""
+    script = str(SCRIPTS / "worker_faults.py")
+    told = json.loads(jobs.run("hand", 1, [script]).stdout)
+    check({name: [kind, message] for name, (kind, message, _) in told.items()}, FAULTS)
+    counts = {name: count for name, (_, _, count) in told.items()}
+    assert (counts.pop("good"), counts.pop("grain's")) == (6, 1)  # a stream is read one batch ahead
+    assert max(counts.pop(name) for name in ("os exit 0", "bus")) <= 2
+    assert set(counts.values()) == {2}
+    assert "exit code 3" in jobs.run("hand", 2, [script, "0"], code=3).output, "as a rank's own sys.exit does"

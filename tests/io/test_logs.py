@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,23 @@ def test_nothing_waits_for_the_device(tmp_path: Path) -> None:
     with raises(AssertionError, "fetched before"), jaxdist.run_log(tmp_path / "far") as log:
         for step in range(1100):
             log(step, loss=NotYet(1.0))
+
+
+def test_what_a_log_refuses(tmp_path: Path) -> None:
+    """At once, by the metric's name, and on every rank."""
+    with jaxdist.run_log(tmp_path) as log:
+        for step in (1.5, "1", None, np.float32(1)):
+            with raises(TypeError, "step", repr(step)):
+                log(step, loss=1.0)  # type: ignore[arg-type]
+        for value in ("low", None, 1j, {"a": 1}, np.complex64(1), jnp.complex64(1), np.array("low")):
+            with raises(TypeError, "'odd'", "step 3", repr(value)[:9]):
+                log(3, loss=1.0, odd=value)
+        with raises(ValueError, "'odd'", "(2,)"):
+            log(3, odd=[1, 2])
+        log(np.int64(3), a=True, b=Fraction(1, 2), c=2**70, d=jnp.bfloat16(1), e=[1])
+    assert steps(tmp_path) == [3]
+    with raises(ValueError, "closed", str(tmp_path)):
+        log(4, loss=1.0)
 
 
 def test_a_failure_keeps_what_was_computed_and_waits_for_nothing(tmp_path: Path) -> None:

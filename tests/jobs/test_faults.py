@@ -6,6 +6,7 @@ A fault by the launchers and over the wires of its row; with JAXDIST_FULL set, o
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,6 +54,10 @@ FAULTS = [
     Fault("raises_in_a_callback", ("rank 0 (", "ValueError: boom on purpose"), (MPIRUN, HAND)),
     Fault("runs_out_of_memory", ("call 3", WHO, "left it with JaxRuntimeError"), (RUN, MPIRUN), env=SHORT),
     Fault("exits 0", ("rank 0 (", "exit code 3"), (MPIRUN, RUN), True, 3),
+    *[  # older ones do not tell which exceptions are raised, and caught
+        Fault("raises_system_exit", (WHO, "exit code 4"), (RUN, MPIRUN), code=4),
+        Fault("catches_an_exit", (), (RUN,), code=0),
+    ] * (sys.version_info >= (3, 12)),
     Fault("dies", (), (RUN, MPIRUN), code=137),
     Fault("dies 0", ("rank 0 (", "died"), (HAND,)),
     Fault("dies 1 SIGTERM", (WHO, "died"), (HAND, MPIRUN), True),

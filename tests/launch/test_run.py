@@ -136,3 +136,13 @@ def test_open_mpi_keeps_its_files_in_a_directory_of_the_job(jaxdist: Jaxdist, tm
         pytest.skip("mpirun IS NOT OPEN MPI 5: where it keeps its files is not tested")
     assert existed
     assert not Path(folder).parent.exists()
+
+
+@pytest.mark.mpi
+def test_open_mpi_without_a_home(jaxdist: Jaxdist) -> None:
+    """It does not start, and said so where its version was read."""
+    done = jaxdist(
+        "run", "-n", 2, "--launcher", "mpirun", RANK, "given", env={"HOME": None, "JAXDIST_COMMUNICATOR": "xla"}
+    )
+    assert (done.returncode, len(done.stdout.splitlines())) == (0, 2), done.stderr
+    assert "home" not in done.stderr

@@ -39,6 +39,8 @@ def test_errors_of_ranks() -> None:
         ["Mine", "went wrong", "rank 1 of 2", 'File "cell", line 6, in fail', 'raise Mine("went", "wrong")'],
         ["RuntimeError", "rank 0 of 1", "exit code 3"],
         ["RuntimeError", "rank 1 of 2", "SIGKILL"],
+        ["RuntimeError", "rank 0 of 1", "exit code 0", "os._exit"],
+        ["RuntimeError", "rank 1 of 2", "exit code 0", "os._exit"],
         ["TypeError", "_thread.lock"],
     ]
     for tokens, text in zip(expected, errors, strict=True):

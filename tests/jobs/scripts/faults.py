@@ -101,6 +101,24 @@ def exits() -> None:
     train(1000, w)
 
 
+def raises_system_exit() -> None:
+    """As `exit(4)` does, and `raise SystemExit(main())` at the end of a script."""
+    w = train(2)
+    with contextlib.suppress(SystemExit):
+        raise SystemExit(5)
+    if ODD:
+        raise SystemExit(4)
+    train(1000, w)
+
+
+def catches_an_exit() -> None:
+    """As its last act, where click or argparse calls `sys.exit`."""
+    train(2)
+    if ODD:
+        with contextlib.suppress(SystemExit):
+            sys.exit(4)
+
+
 def dies() -> None:
     """By a signal, in the middle of training."""
     w = train(2)

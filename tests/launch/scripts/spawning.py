@@ -23,6 +23,8 @@ CELL = """def fail(how):
         sys.exit(3)
     if how == "is killed":
         os.kill(os.getpid(), 9)
+    if how == "leaves":
+        os._exit(0)
     return threading.Lock()
 """
 
@@ -86,7 +88,7 @@ def errors():
     cached: Any = (len(CELL), None, CELL.splitlines(True), "cell")
     linecache.cache["cell"] = cached
     exec(compile(CELL, "cell", "exec"), globals())
-    for how, n in (("raises", 2), ("exits", 1), ("is killed", 2), ("returns a lock", 1)):
+    for how, n in (("raises", 2), ("exits", 1), ("is killed", 2), ("leaves", 1), ("leaves", 2), ("returns a lock", 1)):
         try:
             jaxdist.spawn(globals()["fail"], n, [how])
         except Exception as error:
