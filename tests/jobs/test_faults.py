@@ -81,11 +81,13 @@ FAULTS = [
     # Calls in another order, or with something else.
     Fault("rows", ("x", "float32[3,3]", "float32[4,3]"), (MPIRUN,)),
     Fault("order", (*CALLS, "step 'another'"), (HAND, MPIRUN), True),
+    Fault("order_of_twins", (*CALLS, "step 'step#1'"), (RUN,)),
     Fault("eager_between", (*CALLS, "allreduce"), (HAND, MPIRUN)),
     Fault("changed_copy", (*CALLS, "w['b']"), (HAND,)),
     # No faults.
     Fault("slow", ("rank 0", "no rank is missing"), (HAND,), code=0, env={"JAXDIST_TIMEOUT": "1"}),
     Fault("ends_late", ("LATE", WHO), (RUN,), code=0, env=SHORT),
+    Fault("raises_in_a_child", ("ZeroDivisionError", "child 1"), (HAND,), code=0),
     Fault("error_at_exit", ("caught", "no business of the job"), (MPIRUN,), code=0),
     Fault("sends", (), (HAND,), code=0),
     Fault("undecorated", ("2 ranks", "jaxdist.data_parallel"), (HAND,), code=0),

@@ -5,6 +5,7 @@ Whoever gets to the end of a fault that should have ended the job prints THROUGH
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import resource
 import signal
@@ -257,6 +258,14 @@ def order() -> None:
             w, _ = jax.block_until_ready(one(w, batch()))
 
 
+def order_of_twins() -> None:
+    """Two decorations of one function."""
+    w, twin = state(), jaxdist.data_parallel(step.__wrapped__)  # type: ignore[attr-defined]
+    for i in range(6):
+        for one in (twin, step) if ODD and i == 4 else (step, twin):
+            w, _ = jax.block_until_ready(one(w, batch()))
+
+
 def eager_between() -> None:
     """A sum comes before the step, on the others after it."""
     w = train(2)
@@ -280,6 +289,17 @@ def ends_late() -> None:
     if ODD:
         time.sleep(4)
         print("LATE", flush=True)
+
+
+def raises_in_a_child() -> None:
+    """No fault of the job: an error of a forked child."""
+    w = train(2)
+    if ODD:
+        child = multiprocessing.get_context("fork").Process(target=lambda: 1 / 0)
+        child.start()
+        child.join()
+        print("child", child.exitcode, flush=True)
+    train(1, w)
 
 
 def error_at_exit() -> None:
