@@ -172,7 +172,7 @@ def _check(leaves: dict[Name, Any], step: Any, keep: Any) -> None:
     if not threading.main_thread().is_alive():
         raise CheckpointError("save: the script is over, and Python starts no more threads: call it before the end")
     if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or step < 0:
-        raise ValueError(f"save(step={step!r}): expected an integer, 0 or more")
+        raise ValueError(f"save(path, state, step={step!r:.60}): expected an integer, 0 or more")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"save(keep={keep!r}): expected 1 or more checkpoints, or None for all")
     if not leaves:

@@ -86,7 +86,7 @@ def test_steps_of_a_model(tmp_path: Path) -> None:
 @pytest.mark.mpi
 def test_collectives(tmp_path: Path) -> None:
     args = ["--systems", "jaxdist mpi", "mpi4py", "--sizes", "4096", "--ops", "allreduce", "broadcast"]
-    assert len(run("collectives", tmp_path, *args)["ms"]) == 2 * 2
+    assert len(run("collectives", tmp_path, *args)["ms"]) == 2 * 2 + 3
 
 
 def test_memory(tmp_path: Path) -> None:
