@@ -238,7 +238,7 @@ def nodes_that_look_at_their_children(decorate: Any) -> Any:
 
 
 def test_nodes_that_look_at_their_children_elsewhere(tmp_path: Path) -> None:
-    matrix = Matrix(jnp.ones((3, 8)))
+    matrix: Any = Matrix(jnp.ones((3, 8)))
     model = WithActivation(matrix, jnp.tanh)
     step: Any = jaxdist.data_parallel(lambda model, x: (model, model.activation(x @ model.matrix.w).mean()))
     same, mean = step(model, X)
