@@ -230,8 +230,8 @@ def nodes_that_look_at_their_children(decorate: Any) -> Any:
         updates, opt = tx.update(grads, opt, model)
         return optax.apply_updates(model, updates), opt, loss
 
-    model, loss = Matrix(jnp.ones((3, 8))), None
-    opt = tx.init(model)
+    model: Any = Matrix(jnp.ones((3, 8)))
+    opt, loss = tx.init(model), None
     for _ in range(STEPS):
         model, opt, loss = step(model, opt, X, Y)
     return model, loss
