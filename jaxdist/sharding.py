@@ -129,7 +129,7 @@ def _with_functions(tx: Any, init: Any, update: Any) -> Any:
     """A transformation of the class of `tx` (an `Aggregator`, `MultiSteps`), which loops and other wrappers ask for."""
     if type(tx) is optax.GradientTransformation:
         return optax.GradientTransformationExtraArgs(init, update)
-    if isinstance(tx, optax.GradientTransformation):
+    if hasattr(tx, "_replace"):  # a NamedTuple, optax's or the user's own
         return tx._replace(init=init, update=update)
     made = copy.copy(tx)
     for name, function in (("init", init), ("update", update)):

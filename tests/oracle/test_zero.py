@@ -1,5 +1,6 @@
 """`zero`, `shard`, `unshard`: what is kept where, that nothing else changes, and what is refused."""
 
+import collections
 import copy
 import functools
 import logging
@@ -235,6 +236,10 @@ def test_the_class_of_a_transformation_stays() -> None:
     assert isinstance(several, optax.MultiSteps)
     assert not several.has_updated(several.init(w))
     assert isinstance(jaxdist.zero(optax.sgd(0.1)), optax.GradientTransformationExtraArgs)
+    named: Any = collections.namedtuple("Named", ("init", "update", "name"))(*optax.sgd(0.1), "sgd")
+    kept: Any = jaxdist.zero(named)
+    assert (type(kept), kept.name) == (type(named), "sgd")
+    check_steps(step_of(kept), state_of(kept), BATCHES, on=4, plain=step_of(named))
 
 
 def test_parameters_that_are_not_given_to_update() -> None:
