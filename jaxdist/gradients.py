@@ -117,7 +117,7 @@ Results = tuple[list[Any], list[Any]]  # leaves: of the loss and the gradients, 
 
 
 def _accumulate(part: Callable[[Sequence[Any]], Results], args: Sequence[Any], batch: set[int], k: int) -> Results:
-    """The mean of `part` over `k` microbatches, in a loop: of leaves, since types of leaves are no user's nodes."""
+    """Average `part` over `k` microbatches in a loop. On leaves: a user's node cannot be made of types."""
 
     def split(x: Any) -> Any:  # each device's examples stay its own
         x = jnp.asarray(x)

@@ -159,5 +159,5 @@ def from_host(shape: Sequence[int], place: Sharding, part: Callable[[Any], np.nd
     """
     indices = place.addressable_devices_indices_map(tuple(shape))
     places = [SingleDeviceSharding(device, memory_kind=place.memory_kind) for device in indices]
-    parts = jax.device_put([part(index) for index in indices.values()], places)  # which may alias what it is given
+    parts = jax.device_put([part(index) for index in indices.values()], places)  # may alias host memory
     return jax.make_array_from_single_device_arrays(tuple(shape), place, parts)

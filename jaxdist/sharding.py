@@ -95,14 +95,16 @@ def zero(
             "zero(level=0, offload=True): at level 0 each device has all of the optimizer's state, and the host's "
             "memory would hold it as many times. Take level 1, 2 or 3"
         )
+    if not hasattr(tx, "_replace"):  # not one of optax's NamedTuples
+        tx = copy.copy(tx)  # which is returned: attributes that are set on it count
+    if precision not in (None, *DTYPES):
+        raise ValueError(f"zero(precision={precision!r}): 'bf16', 'fp16' or None (parameters of any type)")
+    parameters = inspect.signature(tx.update).parameters.values()
+    extra = isinstance(tx, optax.GradientTransformationExtraArgs) or any(p.kind is p.VAR_KEYWORD for p in parameters)
+    kind = optax.GradientTransformationExtraArgs if extra else optax.GradientTransformation
+    inner = optax.with_extra_args_support(kind(tx.init, tx.update))
     if precision is not None:
-        if precision not in DTYPES:
-            raise ValueError(f"zero(precision={precision!r}): 'bf16', 'fp16' or None (parameters of any type)")
-        inner = mixed(tx, precision)
-    elif any(arg.kind is arg.VAR_KEYWORD for arg in inspect.signature(tx.update).parameters.values()):
-        inner = optax.GradientTransformationExtraArgs(tx.init, tx.update)
-    else:
-        inner = optax.with_extra_args_support(tx)
+        inner = mixed(inner, precision)
     marked = functools.partial(_marked, level=level, within=within, split=split)
 
     def init(params: Any) -> Any:
@@ -126,15 +128,14 @@ def zero(
 
 
 def _with_functions(tx: Any, init: Any, update: Any) -> Any:
-    """A transformation of the class of `tx` (an `Aggregator`, `MultiSteps`), which loops and other wrappers ask for."""
+    """Return `tx` with these functions. Loops and wrappers ask for its class: an `Aggregator`, `MultiSteps`."""
     if type(tx) is optax.GradientTransformation:
         return optax.GradientTransformationExtraArgs(init, update)
     if hasattr(tx, "_replace"):  # a NamedTuple, optax's or the user's own
         return tx._replace(init=init, update=update)
-    made = copy.copy(tx)
     for name, function in (("init", init), ("update", update)):
-        object.__setattr__(made, name, function)  # it may be a frozen dataclass
-    return made
+        object.__setattr__(tx, name, function)  # it may be a frozen dataclass
+    return tx
 
 
 @functools.cache

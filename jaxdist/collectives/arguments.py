@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,19 +73,13 @@ def bad(kind: str, problem: str) -> ValueError:
 # --- leaves
 
 
-class Flat(NamedTuple):
-    """A tree as its leaves, which are arrays (NumPy's or JAX's)."""
-
-    structure: Any
-    names: tuple[str, ...]  # of the leaves, in messages
-    arrays: list[Any]
-
-
-def flat(kind: str, tree: Any, array: Callable[[Any], Any] = lambda leaf: leaf) -> Flat:
-    """Flatten a tree, each leaf as `array` makes one of it."""
+def flat(
+    kind: str, tree: Any, array: Callable[[Any], Any] = lambda leaf: leaf
+) -> tuple[Any, tuple[str, ...], list[Any]]:
+    """Return the structure of a tree, the names of its leaves in messages, and their arrays (NumPy's or JAX's)."""
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = tuple("x" + jax.tree_util.keystr(path) for path, _ in paths)
-    return Flat(structure, names, each(kind, names, [leaf for _, leaf in paths], lambda leaf: _array(array(leaf))))
+    return structure, names, each(kind, names, [leaf for _, leaf in paths], lambda leaf: _array(array(leaf)))
 
 
 def each(kind: str, names: Sequence[str], leaves: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:

@@ -67,7 +67,7 @@ _NAMED: dict[str, tuple[Primitive, tuple[str, ...]]] = {
 
 
 def _converted(eqn: JaxprEqn, x: Any, raw: Any, back: Callable[[Any], Any]) -> Any:
-    """Bind a collective of `x` to `raw`, which gloo, NCCL and XLA for CPUs send or reduce as it is."""
+    """Bind a collective of `x` to `raw`, which gloo, NCCL and XLA for CPUs can send or reduce."""
     outs = [back(y) for y in compat.bind(eqn, eqn.params, [raw])]
     return outs if eqn.primitive.multiple_results else outs[0]
 

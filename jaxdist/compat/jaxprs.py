@@ -132,7 +132,7 @@ def _closed(jaxpr: Any) -> ClosedJaxpr:
 
 
 def opened(made: ClosedJaxpr, constants: int) -> Any:
-    """What `closed` has made, as an open jaxpr whose first inputs are its constants again."""
+    """Undo `closed`: the first inputs become the constants of an open jaxpr again."""
     invars = made.jaxpr.invars
     return made.jaxpr.replace(constvars=invars[:constants], invars=invars[constants:]) if constants else made.jaxpr
 

@@ -24,7 +24,7 @@ def guard_readers(
 ) -> Callable[..., None]:
     """Have grain's threads and workers run these functions, and return its own of a worker; the thread's is given."""
     # In grain 0.2.16-0.2.18 a BaseException (sys.exit, CancelledError, a panic in Rust) ends a thread or worker without
-    # a word, as os._exit(0) does a worker, and a worker drops what it can't pickle: the loop waits, or misses a batch.
+    # a word, as os._exit(0) does a worker, and a worker drops a batch it can't pickle: the loop waits, or misses it.
     from absl import flags
 
     if not flags.FLAGS.is_parsed():  # grain reads some; programs without absl.app parse none
@@ -34,7 +34,7 @@ def guard_readers(
 
         of_thread = prefetch._put_iterator_elements_in_buffer
         of_worker = process_prefetch._put_dataset_elements_in_buffer
-    except (ImportError, AttributeError):  # a later grain: as it is
+    except (ImportError, AttributeError):  # a later grain, left unchanged
         return in_worker
     prefetch._put_iterator_elements_in_buffer = functools.partial(in_thread, of_thread)
     process_prefetch._put_dataset_elements_in_buffer = in_worker

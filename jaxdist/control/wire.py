@@ -30,8 +30,8 @@ class Link:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.sock: socket.socket = writer.get_extra_info("socket")  # to look at, and to set options of
         self._reader, self._writer = reader, writer
-        # asyncio sets it only on sockets whose `proto` says TCP, and that of an accepted one is 0. Without it, Nagle's
-        # algorithm holds a small message back until the one before is acknowledged, which takes up to 40 ms.
+        # asyncio sets it only if the socket's `proto` says TCP, and an accepted socket's says 0. Without it, Nagle's
+        # algorithm delays a small message until the previous one is acknowledged, up to 40 ms later.
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     async def proves(self, key: bytes, role: bytes) -> bool:

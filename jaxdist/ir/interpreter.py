@@ -70,7 +70,7 @@ INLINED = {
 
 
 def subjaxprs(eqn: JaxprEqn) -> Iterator[ClosedJaxpr]:
-    """Yield the jaxprs among an equation's parameters, wherever they are in them."""
+    """Yield the jaxprs among an equation's parameters, also inside tuples, lists, dictionaries, and records."""
     for value in eqn.params.values():
         yield from _jaxprs(value)
 
@@ -112,10 +112,10 @@ def with_bodies(eqn: JaxprEqn, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> 
         if isinstance(value, ClosedJaxpr):
             return change(value)
         if isinstance(value, Jaxpr):
-            made = change(compat.closed(value))
-            if made.consts:  # jax.checkpoint has an open jaxpr, without constants
+            rewritten = change(compat.closed(value))
+            if rewritten.consts:  # an open jaxpr has nowhere to hold them
                 raise NotImplementedError(f"constants inside {eqn.primitive}")
-            return compat.opened(made, len(value.constvars))
+            return compat.opened(rewritten, len(value.constvars))
         items = {key: new for key, item in _items(value) if (new := changed(item)) is not item}
         return _with_items(value, items) if items else value
 
@@ -129,10 +129,10 @@ def _with_items(value: Any, items: dict[Any, Any]) -> Any:
         return type(value)(*replaced) if hasattr(value, "_fields") else type(value)(replaced)
     if isinstance(value, dict):
         return value | items
-    made = copy.copy(value)
+    record = copy.copy(value)
     for name, item in items.items():
-        object.__setattr__(made, name, item)  # some fields are no parameters of its constructor
-    return made
+        object.__setattr__(record, name, item)  # its constructor may not take every field
+    return record
 
 
 def axes_of(eqn: JaxprEqn, unsaid: Any = ()) -> tuple[Any, ...]:

@@ -276,7 +276,7 @@ def local_types(placed: Placed) -> list[Any]:
 
 
 def _summed(x: Any, summand: Partial, dtype: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Return a summand as it is added up, and a function to convert the sum back."""
+    """Return a summand in the type it is added in, and a function to convert the sum back."""
     return exchange.unsigned(x) if summand.bits else (x, lambda y: y.astype(dtype))
 
 

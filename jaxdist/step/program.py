@@ -79,9 +79,9 @@ class Program:
         return Program(self.placed, self.donated, self.name, {**self._options, **options})
 
     def by_leaf(self, groups: Sequence[Sequence[Any]]) -> list[Any]:
-        """What is in the order of its arguments, which are three lists, in the order of the call's leaves."""
-        found = {i: x for at, xs in zip(self._order, groups, strict=True) for i, x in zip(at, xs, strict=True)}
-        return [found[i] for i in range(len(self.placed.avals))]
+        """Return the items of three lists, as the compiled function takes its arguments, in the order of the leaves."""
+        by_position = {i: x for at, xs in zip(self._order, groups, strict=True) for i, x in zip(at, xs, strict=True)}
+        return [by_position[i] for i in range(len(self.placed.avals))]
 
     def lower(self) -> jax.stages.Lowered:
         """Lower it, like ``jax.jit(f).lower``."""

@@ -10,14 +10,14 @@ import jax
 import numpy as np
 
 from jaxdist.agreement.description import list_ranks, unlike_the_root
-from jaxdist.errors import in_words as error_in_words
+from jaxdist.errors import in_words
 from jaxdist.mesh import AXIS
 from jaxdist.placements.layouts import Layout, Padded, of_batch, physical
 from jaxdist.step import batch
 from jaxdist.step.calling import Settings
 from jaxdist.step.placer import Placer, spans
 from jaxdist.step.program import ProgramCache
-from jaxdist.step.signature import NUMBERS, Signature, Static, in_words, is_array, leaf_name, with_constants
+from jaxdist.step.signature import NUMBERS, Signature, Static, constant_text, is_array, leaf_name, with_constants
 
 _log = logging.getLogger("jaxdist")
 
@@ -66,7 +66,7 @@ class Reader:
         marked = [x if is_array(x) and i not in numbers else Static(x) for i, x in enumerate(leaves)]
         signature = Signature(
             with_constants(whole, marked), (False,) * len(names), names, tuple(parameters), keywords, numbers,
-            tuple((name, in_words(value)) for name, value in static),
+            tuple((name, constant_text(value)) for name, value in static),
         )  # fmt: skip
         leaves = signature.data(leaves)
         if self._declared is not None:
@@ -105,7 +105,7 @@ class Reader:
             names = [signature.arguments[k][2] for k in found]
             raise ValueError(
                 f"step {self.name!r}: {batch.listed(names)} would be the batch, which has the parts of all ranks, and "
-                f"the step can't be traced so ({error_in_words(error)}). Name the batch in batch_argnums="
+                f"the step can't be traced so ({in_words(error)}). Name the batch in batch_argnums="
             ) from error
         return with_batch(found)
 

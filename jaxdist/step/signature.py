@@ -96,7 +96,7 @@ def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]
 
 
 def with_constants(tree: Any, leaves: Sequence[Any]) -> Any:
-    """A structure with a node, instead of a leaf, where these leaves are `Static`. Nobody's nodes are rebuilt."""
+    """Return a structure with a node in place of each leaf that is `Static`. No node of a user is rebuilt for it."""
     each = iter(leaves)
 
     def changed(part: Any) -> Any:
@@ -108,7 +108,7 @@ def with_constants(tree: Any, leaves: Sequence[Any]) -> Any:
 
 
 def unflattener(tree: Any) -> Callable[[Sequence[Any]], Any]:
-    """A function that puts leaves into a structure, and what its `Static` nodes hold into their places."""
+    """Return a function that makes a tree of a structure, given its leaves; `Static` nodes become their values."""
     constants: list[tuple[int, Any]] = []  # position among all leaves, and value
     count = itertools.count()
 
@@ -150,12 +150,12 @@ def _with_children(tree: Any, children: Iterable[Any]) -> Any:
     return PyTreeDef.from_node_data_and_children(default_registry, tree.node_data(), list(children))
 
 
-def in_words(value: Any) -> str:
-    """A constant as a text that is the same on all ranks where it is."""
+def constant_text(value: Any) -> str:
+    """Return the text of a constant, the same on all ranks that have the same constant."""
     if value is None or isinstance(value, (str, bytes, *NUMBERS)):
         return f"{type(value).__name__} {value!r}"
     if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__} ({', '.join(map(in_words, value))})"
+        return f"{type(value).__name__} ({', '.join(map(constant_text, value))})"
     # The text of most other objects contains an address, which differs by rank.
     return getattr(value, "__qualname__", type(value).__qualname__)
 

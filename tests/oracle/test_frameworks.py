@@ -237,6 +237,13 @@ def nodes_that_look_at_their_children(decorate: Any) -> Any:
     return model, loss
 
 
+def test_stages_of_a_step_that_changes_nnx_objects() -> None:
+    compiled = jaxdist.data_parallel(lambda model, x: model(x).mean()).lower(Tied(), X).compile()
+    assert (compiled.out_info.shape, compiled.out_tree) == ((), jax.tree.structure(0))
+    assert compiled.output_shardings.is_fully_replicated
+    np.testing.assert_allclose(compiled(Tied(), X), Tied()(X).mean())
+
+
 def test_nodes_that_look_at_their_children_elsewhere(tmp_path: Path) -> None:
     matrix: Any = Matrix(jnp.ones((3, 8)))
     model = WithActivation(matrix, jnp.tanh)

@@ -5,6 +5,7 @@ import copy
 import functools
 import logging
 import pickle
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -217,6 +218,19 @@ def test_gradients_of_each_example() -> None:
     assert keeps(got[0]) == SLICES
 
 
+class Descent:
+    """A transformation of the user's own class."""
+
+    def __init__(self, lr: float):
+        self.lr = lr
+
+    def init(self, params: Any) -> Any:
+        return ()
+
+    def update(self, updates: Any, state: Any, params: Any = None) -> Any:
+        return -self.lr * updates, state
+
+
 def test_the_class_of_a_transformation_stays() -> None:
     """A loop that asks for it goes on in the same way: with gradients of each example, here."""
     aggregator = aggregating.process(optax.identity(), aggregating.average_per_element_updates(), optax.sgd(0.1))
@@ -236,6 +250,9 @@ def test_the_class_of_a_transformation_stays() -> None:
     assert isinstance(several, optax.MultiSteps)
     assert not several.has_updated(several.init(w))
     assert isinstance(jaxdist.zero(optax.sgd(0.1)), optax.GradientTransformationExtraArgs)
+    own: Any = jaxdist.zero(typing.cast("Any", Descent(0.1)))
+    own.lr = 0.5
+    np.testing.assert_array_equal(own.update(jnp.ones(2), ())[0], [-0.5, -0.5])
     named: Any = collections.namedtuple("Named", ("init", "update", "name"))(*optax.sgd(0.1), "sgd")
     kept: Any = jaxdist.zero(named)
     assert (type(kept), kept.name) == (type(named), "sgd")
