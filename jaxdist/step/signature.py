@@ -195,8 +195,9 @@ def match(
     returned, alike = set[int](), list[list[int]]()
     left = [(structure, at) for structure, at, _ in arguments if at]
     while left:
-        # The larger first: a bias is a part of the weights, even if there is an argument like it.
-        structure, at = max(left, key=lambda argument: len(argument[1]))
+        # The larger first: a bias is a part of the weights, even if there is an argument like it. Of those with as many
+        # leaves, the one with more nodes: the state of momentum holds a tree like the parameters.
+        structure, at = max(left, key=lambda argument: (len(argument[1]), argument[0].num_nodes))
         types_of = [avals[i] for i in at]
         group = [a for a in left if same(a[0], structure) and all(map(_alike, (avals[i] for i in a[1]), types_of))]
         group = group or [(structure, at)]

@@ -58,6 +58,15 @@ def run(step: Any, state: Any, steps: int = 1) -> Any:
 # --- what is kept where
 
 
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("tx", [optax.sgd(0.1, momentum=0.9), optax.rmsprop(0.1)], ids=["momentum", "rmsprop"])
+def test_state_with_exactly_the_leaves_of_the_parameters_is_kept_in_shards(tx: Any, level: Any) -> None:
+    sharded = jaxdist.zero(tx, level)
+    params, opt_state = check_steps(step_of(sharded), state_of(sharded), BATCHES, on=4, plain=step_of(tx))
+    assert [held(x) for x in jax.tree.leaves(opt_state)] == jax.tree.leaves(SLICES)
+    assert keeps(params) == WHOLE
+
+
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_what_a_level_keeps_in_shards(level: Any) -> None:
     tx = jaxdist.zero(ADAM, level)
