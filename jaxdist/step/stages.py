@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jaxdist.step import modules
 from jaxdist.step.program import Program
@@ -86,6 +86,19 @@ class Traced(Stage[P, R]):
     def out_avals(self) -> Any:
         """The types of the result."""
         return self._of_result(self._step.jaxpr.out_avals)
+
+    def __getattr__(self, name: str) -> Any:
+        """What else JAX's own stage has (`effects`, `lojax`), of the step on one device."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in self._step.jaxpr.in_avals]
+        args, kwargs = self._of_arguments(types)
+
+        def plain(*values: Any, **named: Any) -> Any:
+            leaves = jax.tree.leaves((values, [named[key] for key in kwargs]))  # in the order of the call
+            return self._of_result(jaxpr_as_fun(self.jaxpr)(*leaves))
+
+        return getattr(jax.jit(plain).trace(*args, **kwargs), name)
 
     def lower(self) -> "Lowered[P, R]":
         """Return the program of all devices for this call, not compiled. Nothing is sent."""
