@@ -107,6 +107,11 @@ def parts_of_batch(mesh: Mesh, in_lanes: bool = False) -> tuple[tuple[int, ...],
             f"a number of processes and sizes of axes such that the size of {AXIS!r} divides the number of processes, "
             "or the other way round"
         )
+    if apart := [rank for rank, own in of.items() if own[-1] - own[0] >= len(own)]:
+        raise ValueError(
+            f"mesh {dict(mesh.shape)}: the devices of rank {apart[0]} are at {of[apart[0]]} along {AXIS!r}, which are "
+            "not next to each other: build the mesh from the devices in rank order"
+        )
     return parts if in_lanes or len(set(ranks_of(mesh))) > 1 else parts[:1]
 
 
@@ -117,6 +122,13 @@ def by_rank(parts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
         for rank in ranks:
             of.setdefault(rank, []).append(part)
     return of
+
+
+def rows_of(total: int, own: Sequence[int], parts: int) -> slice:
+    """Return the rows of a batch in a process's own parts. Each part has equally many; the last ones have fewer."""
+    each = -(-total // parts)
+    ends = (min(total, part * each) for part in ((own[0], own[-1] + 1) if own else (0, 0)))
+    return slice(*ends)
 
 
 def data_size(mesh: Mesh) -> int:

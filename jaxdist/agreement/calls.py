@@ -1,6 +1,6 @@
 """The comparison of a new call between ranks, before anything is sent: the step, its arguments, its program."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -25,6 +25,21 @@ _ADVICE = (
 )
 
 
+class Rows(NamedTuple):
+    """The rows of each leaf of a call that may be a part of a batch; None for other leaves."""
+
+    own: tuple[int | None, ...]  # that this rank passes
+    total: tuple[int | None, ...]  # that all ranks pass, as far as this rank knows
+
+
+class OtherRows(Exception):
+    """The ranks pass other numbers of rows than some of them assumed; raised on every rank."""
+
+    def __init__(self, total: tuple[int | None, ...]):
+        super().__init__(total)
+        self.total = total  # of each leaf
+
+
 class Traced(NamedTuple):
     """A program of a step that is about to be compiled."""
 
@@ -34,15 +49,28 @@ class Traced(NamedTuple):
 
 
 def agree(
-    context: Context, tag: str, about: Description, what: str, program: Traced | None, values: Sequence[Any] = ()
+    context: Context,
+    tag: str,
+    about: Description,
+    what: str,
+    program: Traced | None,
+    values: Sequence[Any],
+    rows: Rows | None,
+    readers: Collection[int],
 ) -> list[Sequence[Any]]:
-    """Compare a call with every rank."""
-    mine = about.fingerprint, program.digest if program else "", values
+    """Compare a call with every rank. Of the ranks that pass the same rows, `readers` has one."""
+    mine = about.fingerprint, program.digest if program else "", rows, values
     everyone = context.control.exchange(tag, mine, context.timeout, what)
+    found = [rows for *_, rows, _ in everyone if rows is not None]
+    if len(found) == context.size and len({tuple(n is None for n in rows.own) for rows in found}) == 1:
+        columns = zip(*(found[rank].own for rank in readers), strict=True)
+        total = tuple(None if column[0] is None else sum(column) for column in columns)
+        if any(rows.total != total for rows in found):
+            raise OtherRows(total)
     if len({fingerprint for fingerprint, *_ in everyone}) > 1 or about.problem:
         details = context.control.exchange(f"{tag} details", about, context.timeout, about.call)
         raise ValueError(difference(details, _SAME))
-    digests = by_value([digest for _, digest, _ in everyone])
+    digests = by_value([digest for _, digest, *_ in everyone])
     if len(digests) > 1:
         raise ValueError(_programs(context, tag, about.call, program, list(digests.values())))
     return [values for *_, values in everyone]

@@ -67,12 +67,12 @@ def _start(batches: Loader, ctx: Context) -> None:
     at, sampling = batches._at, batches._reader.sampling
     if at.position:  # it was restored, or left
         batches._go(Place(at.epoch + 1))
-    streams, dropped = batches._reader.streams, sampling.length % sampling.whole
+    streams, dropped = batches._reader.streams, sampling.length % sampling.batch_size
     if ctx.is_root and not sampling.keep and (streams or dropped):
         which = "a partial batch at the end of the stream" if streams else f"{dropped} of {sampling.length} examples"
         say_once(
-            f"evaluate: with tail='drop' the loader leaves out {which} ({sampling.parts} x {sampling.batch_size} in a "
-            "step): the result depends on the number of ranks. Use tail='keep'"
+            f"evaluate: with tail='drop' the loader leaves out {which} ({sampling.batch_size} in a step): the result "
+            "depends on the batch size. Use tail='keep'"
         )
 
 

@@ -19,8 +19,7 @@ from jaxdist.errors import DataError
 from jaxdist.extras import need
 from jaxdist.mesh import Sizes
 from jaxdist.runtime import readers
-from jaxdist.runtime.context import Context, get_context
-from jaxdist.step.batch import batch_part
+from jaxdist.runtime.context import Context, get_context, own_parts
 from jaxdist.step.tracing import say_once
 
 Tail = Literal["drop", "keep"]
@@ -41,21 +40,21 @@ def loader(
     prefetch: int = 2,
     mesh: Mesh | Sizes | None = None,
 ) -> "Loader":
-    """Read this rank's batches of a data set. Every process makes the same loader.
+    """Read this rank's rows of each batch of a data set. Every process makes the same loader.
 
-    An epoch is one order of all examples, whatever the number of ranks: a step takes the next ``batch_size * size``
-    examples, of which rank r gets the r-th part. Each ``for`` loop runs the next epoch.
+    An epoch is one order of all examples, and a step takes the next `batch_size` of them, whatever the number of ranks
+    and devices: each rank gets its rows (`jaxdist.Context.rows`). Each ``for`` loop runs the next epoch.
 
     Args:
       source: the complete data set, on every rank: arrays with one entry per example, or a dict or tuple of them; a
         list, a grain source, or any object with ``__len__`` and ``__getitem__``. Or a stream, which each rank reads
         whole: a grain or Hugging Face ``IterableDataset``, any iterable that can be read again, or a function of the
         epoch that returns one.
-      batch_size: examples per process (with lanes, per lane) and step, such as ``256 // ctx.parts()[1]``.
+      batch_size: examples per step, on all devices together.
       shuffle: whether to order by seed and epoch; of a stream, the number of examples to shuffle in memory.
       seed: the seed of the order and of a random `transform`.
-      tail: ``"drop"`` leaves out the last examples of an epoch if they do not fill a batch on every rank. ``"keep"``
-        yields a smaller last batch, to be passed unchanged to a decorated step.
+      tail: ``"drop"`` leaves out the last examples of an epoch if they do not fill a batch. ``"keep"`` yields a
+        smaller last batch.
       transform: ``example -> example``, or ``(example, rng) -> example`` with a ``numpy.random.Generator`` that differs
         for each example and epoch.
       workers: the number of processes that read and transform, with pickled copies of both; 0: this process does.
@@ -89,12 +88,12 @@ def loader(
             _check_integer(f"{name}={value!r}", value, int(name == "batch_size"))
         if tail not in ("drop", "keep"):
             raise ValueError(f"tail={tail!r}: 'drop' or 'keep'")
-        own, parts = context.parts(mesh)
+        own, parts = own_parts(context, mesh)
         size, seed_ = operator.index(batch_size), operator.index(seed)
         data = Arrays(source) if isinstance(source, np.ndarray | jax.Array | dict | tuple) else source
         streams = is_stream(data)
         length = 1 if streams else len(data)
-        sampling = Sampling(length, size, own, parts, bool(shuffle), seed_, tail == "keep")
+        sampling = Sampling(length, size, tuple(own), parts, bool(shuffle), seed_, tail == "keep")
         if streams:
             _check_stream(shuffle, workers)
         else:
@@ -161,6 +160,7 @@ class Loader:
             self._drawn += 1
             last = read.then.epoch > read.at.epoch
             self._begun = not last
+            self._context.divided = read.size
             yield read.batch
             if read.digest and (last or not self._drawn & self._drawn - 1):  # a power of two
                 said = {"the examples read": read.digest, "the end of the epoch": last}
@@ -177,6 +177,7 @@ class Loader:
         """
         if not self._peeked:
             self._peeked = [self._draw()]
+        self._context.divided = self._peeked[0].size
         return self._peeked[0].batch
 
     def get_state(self) -> State:
@@ -261,7 +262,7 @@ class Loader:
         try:
             if not self._running:
                 self._running.append(self._reader.start(self._at))
-            read: Read = next(self._running[0])
+            return next(self._running[0])
         except BaseException as error:
             # Grain's iterator may be past the batch. It waits up to 25 s for workers that are still starting, but
             # one of them may be dead and the job must end, so do not wait here.
@@ -270,10 +271,6 @@ class Loader:
             if isinstance(error, SystemExit):
                 sys.exit(error.code)  # in this thread: the other ranks hear of it
             raise
-        sampling = self._reader.sampling
-        if not read.left or sampling.alone:
-            return read
-        return read._replace(batch=jax.tree.map(lambda x: batch_part(x, read.left), read.batch))
 
 
 def _agree(context: Context, what: str, check: Callable[[], tuple[R, dict[str, Any]]]) -> R:
@@ -306,9 +303,8 @@ def _check_length(sampling: Sampling, shuffle: bool | int) -> None:
         raise ValueError(f"the data set has {length} examples: expected at least one, at most {MOST}")
     if not sampling.steps(0):
         raise ValueError(
-            f"the data set has {length} examples, fewer than one batch of all ranks ({sampling.parts} x "
-            f"{sampling.batch_size} = {sampling.whole}): with tail='drop' there would be no step. Use a smaller "
-            "batch_size or tail='keep'"
+            f"the data set has {length} examples, fewer than one batch ({sampling.batch_size}): with tail='drop' there "
+            "would be no step. Use a smaller batch_size or tail='keep'"
         )
 
 

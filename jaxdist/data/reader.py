@@ -21,8 +21,8 @@ from jaxdist.errors import DataError
 class Read(NamedTuple):
     """A batch."""
 
-    batch: Any  # this rank's part
-    left: int  # examples of all ranks in a smaller last batch, else 0
+    batch: Any  # this rank's rows
+    size: int  # examples of all ranks
     at: Place  # its start
     then: Place  # the start of the next batch
     digest: int = 0  # of all examples of a stream so far, to compare between ranks
@@ -81,13 +81,20 @@ class Reader:
             grain = sys.modules.get("grain")
             # By grain's convention an index past the end belongs to a later epoch: it draws different random numbers.
             past = at.epoch * sampling.length if grain and isinstance(source, grain.MapDataset) else 0
-            # A generator: in grain, StopIteration would end the data of a worker.
-            batch = stacked([*((i, self._transformed(source[past + i], at.epoch, i)) for i in indices.tolist())])
-        return Read(batch, sampling.tail(at.position), at, then)
+            batch = self._stacked(indices, lambda i: source[past + i], at)
+        return Read(batch, sampling.size(at.position), at, then)
+
+    def _stacked(self, indices: np.ndarray, example: Callable[[int], Any], at: Place) -> Any:
+        """Return the examples with these indices as a batch, transformed."""
+        # Of a rank without rows, the batch has the structure and the types of an example.
+        read = indices.tolist() or [at.position]
+        # A generator: in grain, StopIteration would end the data of a worker.
+        batch = stacked([*((i, self._transformed(example(i), at.epoch, i)) for i in read)])
+        return batch if len(indices) else jax.tree.map(lambda x: x[:0], batch)
 
     def _in_order(self, at: Place) -> Iterator[Read]:
         """Yield a stream's batches from a position on. Each rank reads all, and keeps its rows."""
-        whole, total = self.sampling.whole, 0
+        whole, total = self.sampling.batch_size, 0
         while True:
             examples = self._examples(at)
             rows = list(itertools.islice(examples, whole))
@@ -100,8 +107,8 @@ class Reader:
                 )
             if not self._enough(rows) and not at.position:  # a restart may leave too little
                 raise ValueError(
-                    f"epoch {at.epoch} of the stream has {len(rows)} examples, fewer than one batch of all ranks "
-                    f"({whole}): no step would run. Use a smaller batch_size or tail='keep'"
+                    f"epoch {at.epoch} of the stream has {len(rows)} examples, fewer than one batch ({whole}): no "
+                    "step would run. Use a smaller batch_size or tail='keep'"
                 )
             while self._enough(rows):
                 further = list(itertools.islice(examples, whole))
@@ -111,15 +118,15 @@ class Reader:
                     then = Place(at.epoch, at.position + whole, repr((start, state, digest(example))))
                 for example, *_ in rows if self.compare else ():
                     total = zlib.crc32(digest(example).to_bytes(4, "big"), total)
-                here = self.sampling.of(len(rows))
-                mine = [(at.position + i, rows[i][0]) for i in here.examples(0, 0).tolist()]
-                batch = stacked([(i, self._transformed(example, at.epoch, i)) for i, example in mine])
-                yield Read(batch, here.tail(0), at, then, total)
+                here = self.sampling.of(at.position + len(rows))
+                example = lambda i, rows=rows, first=at.position: rows[i - first][0]
+                batch = self._stacked(here.examples(at.epoch, at.position), example, at)
+                yield Read(batch, len(rows), at, then, total)
                 rows, at = further, then
             at = Place(at.epoch + 1) if at.position else at
 
     def _enough(self, rows: list[Any]) -> bool:
-        return bool(rows) if self.sampling.keep else len(rows) == self.sampling.whole
+        return bool(rows) if self.sampling.keep else len(rows) == self.sampling.batch_size
 
     def _examples(self, at: Place) -> Iterator[tuple[Any, int, str | None]]:
         """Yield the rest of an epoch: each example, a position to resume from, and grain's state there, if any."""
@@ -135,7 +142,7 @@ class Reader:
             # Not Hugging Face's, which omits the shuffle buffer, or points to the next chunk.
             now = as_text(examples.get_state()) if exact else None  # it may change in place
             back, saved = (0, None) if now is None else (start, now)
-            rows = list(itertools.islice(examples, self.window or self.sampling.whole))
+            rows = list(itertools.islice(examples, self.window or self.sampling.batch_size))
             if self.window:
                 rng = np.random.default_rng([self.sampling.seed, at.epoch, start // self.window])
                 rows = [rows[i] for i in rng.permutation(len(rows))]

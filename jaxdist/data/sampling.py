@@ -1,10 +1,12 @@
-"""The order of examples in an epoch, and each rank's part of a batch."""
+"""The order of examples in an epoch, and each rank's rows of a batch."""
 
 import dataclasses
 import functools
 from dataclasses import dataclass
 
 import numpy as np
+
+from jaxdist.mesh import rows_of
 
 EXACT = 1 << 22  # longest epoch ordered by a permutation in memory (32 MiB), not by a hash
 MOST = 1 << 32  # examples that the hash can order
@@ -24,53 +26,38 @@ class Sampling:
     """The numbers that determine which examples each rank reads."""
 
     length: int  # number of examples in the data set
-    batch_size: int  # examples per part
+    batch_size: int  # examples of all ranks per step
     own: tuple[int, ...]  # the parts of each batch that this rank reads, in order
     parts: int  # number of parts per batch
     shuffle: bool  # whether each epoch has its own order
     seed: int  # seed of that order
-    keep: bool  # whether to keep the partial last batch, divided over the ranks
-
-    @property
-    def whole(self) -> int:
-        """Return the number of examples per step, over all parts."""
-        return self.batch_size * self.parts
-
-    @property
-    def alone(self) -> bool:
-        """Check whether this rank reads whole batches."""
-        return len(self.own) == self.parts
+    keep: bool  # whether to keep the partial last batch
 
     def steps(self, position: int) -> int:
         """Return the number of steps from a position to the end of the epoch."""
         left = self.length - position
-        return -(-left // self.whole) if self.keep else left // self.whole
+        return -(-left // self.batch_size) if self.keep else left // self.batch_size
 
     def seek(self, at: Place, step: int) -> Place:
         """Return the place `step` batches after a place."""
         first = self.steps(at.position)
         if step < first:
-            return Place(at.epoch, at.position + step * self.whole)
+            return Place(at.epoch, at.position + step * self.batch_size)
         further, step = divmod(step - first, self.steps(0))
-        return Place(at.epoch + 1 + further, step * self.whole)
+        return Place(at.epoch + 1 + further, step * self.batch_size)
 
     def of(self, length: int) -> "Sampling":
         """Return this sampling for `length` examples in their order."""
         return dataclasses.replace(self, length=length, shuffle=False)
 
-    def tail(self, position: int) -> int:
-        """Return the length of the batch at a position if it is a partial last one, else 0."""
-        left = self.length - position
-        return left if self.keep and left < self.whole else 0
+    def size(self, position: int) -> int:
+        """Return the number of examples in the batch at a position, of all ranks."""
+        return min(self.batch_size, self.length - position)
 
     def examples(self, epoch: int, position: int) -> np.ndarray:
         """Return the indices of this rank's examples of a batch."""
-        left = self.tail(position)
-        each = -(-left // self.parts) or self.batch_size
-        rows = np.concatenate([part * each + np.arange(each) for part in self.own])
-        if left:
-            rows = rows[rows < left] if self.alone else np.minimum(rows, left - 1)  # copies of the last
-        return self._order(epoch, position + rows)
+        rows = rows_of(self.size(position), self.own, self.parts)
+        return self._order(epoch, np.arange(position + rows.start, position + rows.stop))
 
     def _order(self, epoch: int, places: np.ndarray) -> np.ndarray:
         if not self.shuffle:

@@ -1,11 +1,12 @@
 """`init`, and the `Context` it makes: who am I, who else is there, which devices are ours."""
 
 import math
+import operator
 import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from jax.sharding import Mesh
@@ -18,7 +19,7 @@ from jaxdist.control import failfast
 from jaxdist.control.channel import Control
 from jaxdist.control.watchdog import Watchdog
 from jaxdist.machine import Kind, Machine, kind_of
-from jaxdist.mesh import Sizes, by_rank, mesh_of, parts_of_batch
+from jaxdist.mesh import Sizes, by_rank, mesh_of, parts_of_batch, rows_of
 from jaxdist.runtime import farewell, in_lanes, start
 
 COMMUNICATORS = ("auto", "xla", "mpi")
@@ -69,6 +70,7 @@ class Context:
         self.num_devices = 0
         self.mesh: Mesh
         self.kind: Kind
+        self.divided = 0  # rows of the batch that `rows` or a loader divided last
         self._parts: dict[Any, Any] = {}
 
     def only(self, kind: "Callable[[Context], T]") -> T:
@@ -77,26 +79,30 @@ class Context:
             self._parts[kind] = kind(self)
         return self._parts[kind]
 
-    def parts(self, mesh: Mesh | Sizes | None = None) -> tuple[tuple[int, ...], int]:
-        """Return the parts of a batch that this process passes, and the number of parts; `jaxdist.loader` reads them.
+    def rows(self, batch_size: int, mesh: Mesh | Sizes | None = None) -> slice:
+        """Return the rows of a batch that this process passes to a decorated step, for data that no loader divides.
 
-        Processes with the same position on the data axis pass the same part. With lanes, a part belongs to a lane, and
-        a process passes the parts of all its lanes.
+        The devices take equally many rows, in order; where they do not divide the batch, the last ones take fewer, or
+        none. 64 rows on three processes are 22, 22 and 20. Processes with the same position on the data axis pass the
+        same rows.
 
         Args:
-          mesh: see `jaxdist.parallel`. The default is the mesh of `jaxdist.data_parallel`, with one part per process.
+          batch_size: the number of rows of the whole batch.
+          mesh: see `jaxdist.parallel`. The default is the mesh of `jaxdist.data_parallel`.
 
         Raises:
-          ValueError: the devices of the job cannot form the mesh.
+          ValueError: the devices of the job cannot form the mesh, or the batch size is negative.
 
         Example:
-          >>> import jaxdist
-          >>> jaxdist.init().parts()
-          ((0,), 1)
+          >>> import jaxdist, numpy as np
+          >>> ctx, images = jaxdist.init(), np.zeros((64, 28, 28))
+          >>> images[ctx.rows(64)].shape
+          (64, 28, 28)
         """
-        made = mesh_of(mesh, self.devices) if mesh else self.mesh
-        parts = parts_of_batch(made, in_lanes=self.communicator == "lanes")
-        return tuple(by_rank(parts).get(self.rank, ())), len(parts)
+        if (total := operator.index(batch_size)) < 0:
+            raise ValueError(f"batch_size={batch_size}: expected the number of rows of a batch")
+        self.divided = total
+        return rows_of(total, *own_parts(self, mesh))
 
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until every process makes this call.
@@ -228,6 +234,13 @@ def init(
         farewell.install(ctx.control, ctx.watchdog, timeout)
         _context, _requested = ctx, requested
         return ctx
+
+
+def own_parts(context: Context, mesh: Mesh | Sizes | None) -> tuple[Sequence[int], int]:
+    """The parts of a batch that this process passes, and the number of all: of the devices along the data axis."""
+    made = mesh_of(mesh, context.devices) if mesh else context.mesh
+    parts = parts_of_batch(made, in_lanes=context.communicator == "lanes")
+    return by_rank(parts).get(context.rank, ()), len(parts)
 
 
 def started() -> Context | None:

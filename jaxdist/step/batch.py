@@ -8,6 +8,7 @@ dimension or without entries are whole.
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -44,7 +45,7 @@ def is_keys(x: Any) -> bool:
 
 def sizes(leaves: Sequence[Any]) -> list[int | None]:
     """Return the number of entries to split of each leaf of a batch argument; None for leaves that stay whole."""
-    found = [int(np.shape(x)[0]) if hasattr(x, "dtype") and np.ndim(x) else None for x in leaves]
+    found = [rows(x) if hasattr(x, "dtype") and np.ndim(x) else None for x in leaves]
     raw = [n is not None and like_a_raw_key(x) for x, n in zip(leaves, found, strict=True)]
     lengths = {n for n, key in zip(found, raw, strict=True) if n and not key}
     return [
@@ -54,7 +55,7 @@ def sizes(leaves: Sequence[Any]) -> list[int | None]:
 
 def like_a_raw_key(x: Any) -> bool:
     """Check whether an array may be a key of `jax.random.PRNGKey`."""
-    return x.dtype == np.uint32 and np.shape(x) in ((2,), (4,))
+    return x.dtype == np.uint32 and np.ndim(x) == 1 and rows(x) in (2, 4)
 
 
 def unsplit(names: Sequence[str], devices: int, processes: int) -> str:
@@ -77,31 +78,41 @@ def argnums(names: Sequence[str]) -> str:
     return repr(names[0] if len(names) == 1 else tuple(names))
 
 
-class BatchPart(np.ndarray):
-    """A process's part of a batch that the processes don't divide, filled up with copies of the last example."""
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A process's part of a leaf of the batch, where the parts of all are not equally long."""
 
-    total: int  # examples of all parts, without the copies
+    array: Any
+    total: int  # rows of all parts
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return np.shape(self.array)
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.array, dtype)
 
 
-def batch_part(x: Any, total: int) -> Any:
-    """A `BatchPart` of an array."""
-    out = np.asarray(x).view(BatchPart)
-    out.total = total
-    return out
+def rows(x: Any) -> int:
+    """Return the rows of a leaf of the batch: of all parts, if it is a `Part`."""
+    return x.total if type(x) is Part else int(np.shape(x)[0])
 
 
-def check(name: str, x: Any, parts: int) -> None:
-    """Refuse a leaf of the batch that this number of devices does not divide."""
+def check(name: str, x: Any) -> None:
+    """Refuse a leaf that can't be split."""
     shape = np.shape(x)
     if not shape:
         raise ValueError(
             f"batch leaf {name} is a scalar ({x!r}): each leaf of the batch needs a leading axis, one entry an "
             "example. Pass settings and counters as part of the state, or close over them"
         )
-    if not shape[0]:
+    if not rows(x):
         raise ValueError(f"batch leaf {name} is empty (shape {shape}): it needs at least one example")
-    if shape[0] % parts:
-        raise ValueError(
-            f"batch leaf {name} has {shape[0]} examples (shape {shape}), which can't be divided over the "
-            f"{parts} devices of this process, one of several: pass a multiple of {parts}"
-        )

@@ -6,14 +6,14 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxdist.agreement import sync
-from jaxdist.agreement.calls import CHANGED, agree
+from jaxdist.agreement.calls import CHANGED, OtherRows, Rows, agree
 from jaxdist.agreement.description import Description, list_ranks, unlike_the_root
 from jaxdist.agreement.ledger import Entry, Ledger
 from jaxdist.agreement.meshes import connect
@@ -32,6 +32,16 @@ from jaxdist.step.program import Program, ProgramCache
 from jaxdist.step.reading import Reader
 from jaxdist.step.signature import Signature, flat
 from jaxdist.step.tracing import say_once
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call."""
+
+    args: tuple[Any, ...]  # in the order of the parameters
+    keywords: tuple[str, ...]  # names of the last ones, which go by keyword
+    leaves: Sequence[Any]  # of `args`
+    tree: Any  # their structure
+
 
 _log = logging.getLogger("jaxdist")
 _names: "dict[str, itertools.count[int]]" = {}
@@ -52,7 +62,8 @@ class Calls:
         self._several = context.size > 1
         self._latest: dict[Any, Known] = {}  # by structure
         self._known: dict[Any, Known] = {}  # by all that a program is for
-        self._agreed: set[bytes] = set()  # digests of calls that all ranks have made
+        self._compared: set[bytes] = set()  # digests of calls that all ranks have made
+        self._totals: dict[int, int] = {}  # rows of all ranks' parts of a batch, by those of this rank's
         self._unsure: set[Signature] = set()  # of calls in which all ranks have passed the same batch so far
         self._warned = False  # of what is gathered
 
@@ -79,13 +90,14 @@ class Calls:
             if tree not in self._latest and modules.found(args):
                 args, objects = modules.split(args)
                 leaves, tree = flat(args, keywords)
-            known, moved = self._look_up(args, keywords, leaves, tree)
-            if only is not None:
-                known.check_compiled(only[0])
         except Exception as error:
             self._report(error)
             raise
-        leaves = self._settled(known, leaves, tree, moved)
+        arguments, compiled = Arguments(args, keywords, leaves, tree), only and only[0]
+        try:
+            known, leaves = self._agreed(arguments, compiled)
+        except OtherRows as found:
+            known, leaves = self._agreed(arguments, compiled, found.total)
         if only is not None:
             known = dataclasses.replace(known, program=only[1])
         state, batch = known.arguments(leaves, self.placer)
@@ -102,6 +114,28 @@ class Calls:
         if self._settings.check_every and call % self._settings.check_every == 0:
             sync.compare(self.context, result, f"check of {name} call {call}", f"step {name!r}, call {call}: result")
         return result if objects is None else modules.update(objects, result)
+
+    def _agreed(
+        self, arguments: Arguments, compiled: Program | None, total: Sequence[int | None] | None = None
+    ) -> tuple[Known, Sequence[Any]]:
+        """Return the call for these arguments, on which all ranks agree, and its leaves, with the state on the mesh.
+
+        `total` has the rows of each leaf on all ranks, once they have told each other.
+        """
+        leaves, tree, rows = arguments.leaves, arguments.tree, None
+        settings, latest = (trace_settings(), self.cache.looked_for), self._latest.get(tree)
+        try:
+            if total is None and latest is not None and latest.fits(leaves, settings) and not self._in_doubt(latest):
+                known, moved = latest, None
+            else:
+                rows = Rows(own := tuple(map(self.placer.part, leaves)), tuple(total or map(self._total, own)))
+                known, moved = self._look_up(arguments, rows, settings)
+            if compiled is not None:
+                known.check_compiled(compiled)
+        except Exception as error:
+            self._report(error, rows)
+            raise
+        return known, self._settled(known, arguments, moved, rows)
 
     def _call(self, known: Known, state: Sequence[Any], batch: Sequence[Any]) -> tuple[Any, Any]:
         """Run the program. From here on nothing stops this rank from its collectives."""
@@ -121,16 +155,35 @@ class Calls:
         self._ledger.output = active.output
         return result, found
 
-    def _look_up(
-        self, args: tuple[Any, ...], keywords: tuple[str, ...], leaves: list[Any], tree: Any
-    ) -> tuple[Known, Sequence[int] | None]:
-        """Return the call for these arguments; unless it is the latest, also the leaves of the state that must move."""
-        settings, latest = (trace_settings(), self.cache.looked_for), self._latest.get(tree)
-        if latest is not None and latest.fits(leaves, settings):
-            return latest, None
+    def read(self, arguments: Arguments, rows: Rows | None = None) -> tuple[Signature, list[Any]]:
+        """Return the signature of a call, and its data: each part of the batch with the rows of all ranks."""
+        args, keywords, leaves, tree = arguments
+        rows = rows or Rows(own := tuple(map(self.placer.part, leaves)), tuple(map(self._total, own)))
+        parted = self.placer.parted(leaves, rows)
+        signature = self.reader.signature(args, keywords, parted, tree)
+        pairs = zip(signature.is_batch, signature.data(parted), signature.data(leaves), strict=True)
+        return signature, [part if is_batch else x for is_batch, part, x in pairs]
+
+    def _total(self, own: int | None) -> int | None:
+        """Return the rows of all ranks in a leaf, as far as this rank knows: it passes so many."""
+        if own is None:
+            return None
+        divided = self.context.divided
+        if divided and self.placer.own_rows(divided) == own:
+            return divided
+        return self._totals.get(own, self.placer.everywhere(own))
+
+    def _in_doubt(self, known: Known) -> bool:
+        """Check whether the batch may be a different one, of whose rows some rank passes as many: the last divided."""
+        divided = self.context.divided
+        several = self._several and divided
+        return bool(several) and any(n != divided and self.placer.alike(n, divided) for n in known.totals.values())
+
+    def _look_up(self, arguments: Arguments, rows: Rows, settings: Any) -> tuple[Known, Sequence[int]]:
+        """Return the call for these arguments, and the leaves of the state that must move."""
+        args, keywords, leaves, tree = arguments
         check_there(self.name, self._settings.calling, args, keywords, leaves)
-        signature = self.reader.signature(args, keywords, leaves, tree)
-        data = signature.data(leaves)
+        signature, data = self.read(arguments, rows)
         own = [type_key(data[i]) for i in signature.batch]
         kept = [(type_key(data[i]), self.placer.layout(data[i])) for i in signature.state]
         key = signature, settings, *own, *kept
@@ -140,21 +193,25 @@ class Calls:
             program, constants = self.cache.program(signature, data), self.reader.constants(tree, leaves)
             out = {i for i, *_ in constants}
             at = [i for i in range(len(leaves)) if i not in out]
+            own = [type_key(leaves[at[i]]) for i in signature.batch]
             known = Known(program, constants, settings, at, own, self._entry(signature, data, program))
             self._known[key] = known
             self.announce(program)
         layouts = known.program.placed.layouts
         return known, [i for i, (_, how) in zip(signature.state, kept, strict=True) if how is not layouts[i]]
 
-    def _settled(self, known: Known, leaves: Sequence[Any], tree: Any, moved: Sequence[int] | None) -> Sequence[Any]:
+    def _settled(
+        self, known: Known, arguments: Arguments, moved: Sequence[int] | None, rows: Rows | None
+    ) -> Sequence[Any]:
         """Return the leaves of a call on which all ranks agree, with the state on the mesh."""
+        leaves, tree = arguments.leaves, arguments.tree
         fresh = moved is not None and (tree, known.constants) not in self.reader.signatures
         differs: dict[int, list[int]] = {}
         if self._several:
             fresh |= self._with_bits and known.signature in self._unsure
-            new = fresh or moved or known.entry.digest not in self._agreed or self._with_bits
-            if new or self._ledger.waits(known.entry):
-                differs = self._compare(known, leaves, fresh, moved or ())
+            new = fresh or moved or known.entry.digest not in self._compared or self._with_bits
+            if new or self._in_doubt(known) or self._ledger.waits(known.entry):
+                differs = self._compare(known, leaves, fresh, moved or (), rows)
         if moved is not None:
             self.reader.signatures[tree, known.constants] = known.signature
             leaves = self._moved(known, leaves, moved, differs) if moved else leaves
@@ -189,11 +246,11 @@ class Calls:
         entries.append(("setting for NaN and infinity", str(self.cache.looked_for)))
         for name, is_batch, x, how in zip(signature.names, signature.is_batch, data, layouts, strict=True):
             if is_batch:
-                entries.append((f"leaf {name}", f"{_type_of(x)} (batch)"))
+                entries.append((f"leaf {name}", f"{_type_of(x, self.placer.logical_batch(x).shape)} (batch)"))
                 continue
             where = "" if how is ELSEWHERE else ", on the mesh" if how is None else f", in shards along axis {how.dims}"
             where += " in the host's memory" if isinstance(how, Layout) and how.host else ""
-            entries.append((f"leaf {name}", f"{_type_of(x)} (state{where})"))
+            entries.append((f"leaf {name}", f"{_type_of(x, np.shape(x))} (state{where})"))
         return entries
 
     def _entry(self, signature: Signature, data: Sequence[Any], program: Program) -> Entry:
@@ -202,7 +259,8 @@ class Calls:
             return Entry(b"", "")
         said = self.name, self._entries(signature, data, program.placed.layouts), program.traced.digest
         digest = hashlib.blake2b(repr(said).encode(), digest_size=16).digest()
-        shown = [f"{signature.names[i]} {_type_of(data[i])}" for i in signature.batch[:4]]
+        logical = self.placer.logical_batch
+        shown = [f"{signature.names[i]} {_type_of(data[i], logical(data[i]).shape)}" for i in signature.batch[:4]]
         text = f"step {self.name!r}" + (f" with a batch of {', '.join(shown)}" if shown else "")
         if signature.constants:  # the difference must show here
             values = ", ".join(f"{name}={value}" for name, value in signature.constants)
@@ -211,16 +269,20 @@ class Calls:
         return Entry(digest, text)
 
     def _compare(
-        self, known: Known, leaves: Sequence[Any], fresh: bool, moved: Collection[int]
+        self, known: Known, leaves: Sequence[Any], fresh: bool, moved: Collection[int], rows: Rows | None
     ) -> dict[int, list[int]]:
         """Compare a call that is new; the leaves that are not the same on all ranks, and the ranks where not."""
         signature, context = known.signature, self.context
-        data = signature.data(leaves)
+        rows = rows or known.rows(leaves, self.placer)
+        data = signature.data(self.placer.parted(leaves, rows))
         entries = tuple(self._entries(signature, data, list(map(self.placer.layout, data))))
         about = Description(f"step {self.name!r}, call {self.number}", entries)
         values = [_value(x, self.placer, fresh or i in moved, self._with_bits) for i, x in enumerate(data)]
-        everyone = agree(context, self._tag, about, known.entry.text, known.program.traced, values)
-        self._agreed.add(known.entry.digest)
+        program, readers = known.program.traced, self.placer.readers
+        everyone = agree(context, self._tag, about, known.entry.text, program, values, rows, readers)
+        self._compared.add(known.entry.digest)
+        parts = [(rows.own[known.at[i]], known.totals[i]) for i in signature.batch]
+        self._totals.update((own, total) for own, total in parts if own is not None)
         differs = {}
         for i, of_ranks in enumerate(zip(*everyone, strict=True)):
             if others := list(range(context.size)) if of_ranks[0] is None else unlike_the_root(of_ranks):
@@ -236,13 +298,14 @@ class Calls:
             (self._unsure.discard if tells else self._unsure.add)(signature)
         return differs
 
-    def _report(self, error: Exception) -> None:
+    def _report(self, error: Exception, rows: Rows | None = None) -> None:
         """The other ranks learn of an error that came before the arguments could be compared."""
         if not self._several:
             return
         about = Description(f"step {self.name!r}, call {self.number}", problem=in_words(error))
         with contextlib.suppress(ValueError):  # this rank raises its own
-            agree(self.context, self._tag, about, f"step {self.name!r}, and an error: {in_words(error)}", None)
+            text = f"step {self.name!r}, and an error: {in_words(error)}"
+            agree(self.context, self._tag, about, text, None, (), rows, self.placer.readers)
 
     # --- state that is not on the mesh yet
 
@@ -285,17 +348,17 @@ class Calls:
             )  # fmt: skip
 
 
-def _type_of(x: Any) -> str:
+def _type_of(x: Any, shape: tuple[int, ...]) -> str:
     own = type(x).__name__
     if hasattr(x, "dtype"):  # with jax_enable_x64 on one rank alone, NumPy's float64 differs between ranks
         own = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
-    return type_text(own, np.shape(x)) + (f" of {x.total} in all" if isinstance(x, batch.BatchPart) else "")
+    return type_text(own, shape)
 
 
 def _value(x: Any, placer: Placer, own: bool, copies: bool) -> int | None:
     """Return the checksum of a leaf, or None if it is in parts on several processes."""
     if type(x) is not Padded and not spans(x):
-        return checksum(on_host(x)) if own else 0
+        return checksum(on_host(x.array if type(x) is batch.Part else x)) if own else 0
     if placer.layout(x) is not None:
         return None
     return checksum(on_host(physical(x).addressable_data(0))) if copies else 0

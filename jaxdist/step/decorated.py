@@ -20,7 +20,7 @@ from jaxdist.mesh import mesh_of
 from jaxdist.runtime.context import Context, get_context, machine_of
 from jaxdist.step import modules
 from jaxdist.step.calling import AUTO, AnyMesh, Settings
-from jaxdist.step.calls import Calls
+from jaxdist.step.calls import Arguments, Calls
 from jaxdist.step.forecast import Forecast, choose, said
 from jaxdist.step.known import check_there
 from jaxdist.step.placer import on_one_device
@@ -146,9 +146,7 @@ class DataParallel(Generic[P, R]):
         """Return the signature of a call and its leaves, with objects of nnx as their arrays."""
         args, keywords = self._settings.calling.arrange(args, kwargs)
         args = modules.split(args)[0] if modules.found(args) else args
-        leaves, tree = flat(args, keywords)
-        signature = calls.reader.signature(args, keywords, leaves, tree)
-        return signature, signature.data(leaves)
+        return calls.read(Arguments(args, keywords, *flat(args, keywords)))
 
     def _calls(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Calls:
         """The calls of the step, once its devices are settled; with ``mesh="auto"`` for a call of these arguments."""

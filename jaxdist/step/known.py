@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxdist.agreement.calls import Rows
 from jaxdist.agreement.ledger import Entry
 from jaxdist.compat import bits_of, sharding_of
 from jaxdist.errors import DonatedError
@@ -42,8 +43,19 @@ class Known:
         return self.program.placed.signature
 
     @functools.cached_property
+    def totals(self) -> dict[int, int]:
+        """The rows of each leaf of the batch, of all ranks together."""
+        return {i: self.program.placed.avals[i].shape[0] for i in self.signature.batch}
+
+    @functools.cached_property
     def _pick(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
         return picker([self.at[i] for i in self.signature.state])
+
+    def rows(self, leaves: Sequence[Any], placer: Placer) -> Rows:
+        """The rows of each leaf, of this rank and of all."""
+        own = tuple(map(placer.part, leaves))
+        of = {self.at[i]: total for i, total in self.totals.items()}
+        return Rows(own, tuple(n if n is None else of.get(k, placer.everywhere(n)) for k, n in enumerate(own)))
 
     def remember(self, leaves: Sequence[Any]) -> None:
         """Let `fits` know the state by these leaves."""
@@ -101,7 +113,8 @@ class Known:
             state[k] = state[k].array
         if program.donated and len(set(map(id, state))) < len(state):
             state = without_aliases(state)
-        return state, placer.place_batch([leaves[self.at[i]] for i in self.signature.batch], program.placed.batch)
+        parts = [leaves[self.at[i]] for i in self.totals]
+        return state, placer.place_batch(parts, program.placed.batch, list(self.totals.values()))
 
 
 # --- memory that an earlier call has taken

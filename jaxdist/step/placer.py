@@ -1,6 +1,7 @@
 """Put state and batches onto the mesh: each process's part becomes part of one global array."""
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jaxdist import compat
-from jaxdist.mesh import AXIS, GROUP, NAMES, by_rank, data_size, from_host, in_a_row, parts_of_batch
+from jaxdist.agreement.calls import Rows
+from jaxdist.agreement.description import grouped, listed
+from jaxdist.mesh import AXIS, GROUP, NAMES, by_rank, data_size, from_host, in_a_row, parts_of_batch, rows_of
 from jaxdist.placements.layouts import HOST, Cut, Layout, Padded, copied, layout, of_batch, on_host, physical, sharding
 from jaxdist.placements.values import is_narrow
 from jaxdist.runtime.context import Context
@@ -30,6 +33,7 @@ class Placer:
         self.shared = parts_of_batch(self.passed)
         self.parts = len(self.shared)
         self.own = tuple(by_rank(self.shared).get(jax.process_index(), ()))
+        self.readers = {ranks[0] for ranks in self.shared}  # one of the ranks that pass the same rows
         self._number = jax.jit(lambda x: x, out_shardings=self.state_sharding)
 
     def layout(self, x: Any) -> Any:
@@ -49,7 +53,6 @@ class Placer:
     def check(self, signature: Signature, leaves: Sequence[Any]) -> None:
         """Refuse state on devices outside this mesh, and what cannot be this process's part of the batch."""
         everywhere = data_size(self.mesh)
-        own = 1 if self.processes == 1 else max(1, everywhere // self.parts * len(self.own))
         for name, is_batch, x in zip(signature.names, signature.is_batch, leaves, strict=True):
             how, place = self.layout(x), getattr(physical(x), "sharding", None)
             cut = how.by(AXIS) if is_batch and isinstance(how, Layout) else None
@@ -59,7 +62,8 @@ class Placer:
                     "examples of this process as a plain array"
                 )
             if is_batch and type(x) is not Padded:
-                batch.check(name, x, everywhere if spans(x) else own)
+                batch.check(name, x)
+                self._check_rows(name, x)
             if is_batch or not isinstance(place, NamedSharding) or place.is_fully_replicated:
                 continue
             if in_a_row(place.mesh) != self.mesh and place.device_set != set(self.mesh.devices.flat):
@@ -68,6 +72,19 @@ class Placer:
                     f"{_named(self.mesh.devices.flat)}. Restore the state from a checkpoint, or gather it with "
                     "jaxdist.unshard where it was made"
                 )
+
+    def _check_rows(self, name: str, x: Any) -> None:
+        """Refuse a part of the batch that has more or fewer rows than this process is to pass."""
+        total = self.logical_batch(x).shape[0]
+        of = {rank: rows_of(total, own, self.parts) for rank, own in by_rank(self.shared).items()}
+        sizes = {rank: rows.stop - rows.start for rank, rows in of.items()}
+        if self.processes == 1 or spans(x) or np.shape(x)[0] == sizes.get(self.context.rank, 0):
+            return
+        shown = listed(grouped((size, rank) for rank, size in sizes.items()))
+        raise ValueError(
+            f"batch leaf {name} has {np.shape(x)[0]} rows on this rank, of {total} on all ranks, which should pass "
+            f"{shown}. Take the rows ctx.rows({total}) of the whole batch, or let jaxdist.loader divide it"
+        )
 
     def place_state(self, leaves: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
         """Return rank 0's value of each leaf on the mesh with these layouts. The given leaves do not change."""
@@ -116,8 +133,8 @@ class Placer:
             return jax.device_put(x if alias else jnp.copy(x), self.state_sharding)
         return from_host(np.shape(x), self.state_sharding, lambda index: np.array(x[index]))
 
-    def place_batch(self, leaves: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
-        """The processes' parts of the batch as global arrays, in the order of the data axis, padded."""
+    def place_batch(self, leaves: Sequence[Any], layouts: Sequence[Layout], rows: Sequence[int]) -> list[Any]:
+        """The parts of the batch, with so many rows in all, as global arrays in the order of the data axis, padded."""
         if self.mesh.size == 1:
             local = set(self.mesh.local_devices)
             own = lambda x: type(x) is np.ndarray or (isinstance(x, jax.Array) and x.devices() == local)
@@ -127,23 +144,25 @@ class Placer:
         if self.processes == 1:
             whole = [_filled(x, how) for x, how in zip(leaves, layouts, strict=True)]
             return jax.device_put(whole, places[0] if len(set(places)) == 1 else places)  # one is quicker
-        return [self._shard(x, how, place) for x, how, place in zip(leaves, layouts, places, strict=True)]
+        return [self._shard(*one) for one in zip(leaves, layouts, places, rows, strict=True)]
 
-    def _shard(self, x: Any, how: Layout, place: NamedSharding) -> jax.Array:
+    def _shard(self, x: Any, how: Layout, place: NamedSharding, total: int) -> jax.Array:
+        x = x.array if type(x) is batch.Part else x
         array = physical(x)
         if spans(array):
             there = array.sharding == place and array.shape == how.physical(x.shape)
             return array if there else _mover(place, how, x.shape)(array)
         if batch.is_keys(x):
-            data = self._shard(jax.random.key_data(x), how, place)
+            data = self._shard(jax.random.key_data(x), how, place, total)
             return jax.random.wrap_key_data(data, impl=str(jax.random.key_impl(x)))
-        rows, first = self._everywhere(x.shape[0]), place
-        total = getattr(x, "total", rows)
+        each, first = -(-total // self.parts), place
+        rows = each * self.parts  # with the padding of the last parts
         if moves := self.passed != self.mesh:
             first = sharding(self.passed, of_batch((rows,), self.passed))
         x = _lengthened(x, [cut for cut in how.cuts if cut.axis != AXIS and not moves])
+        x = _extended(x, [each * len(self.own) - x.shape[0], *[0] * (x.ndim - 1)])
         shape = (rows, *x.shape[1:])
-        slices = _own_slices(first, shape, rows // self.parts, self.own)
+        slices = _own_slices(first, shape, each, self.own)
         parts = [(device, x if index is None else x[index]) for device, index in slices]
         shards = [jax.device_put(part, device) for device, part in parts]
         array = jax.make_array_from_single_device_arrays(shape, first, shards)
@@ -151,21 +170,48 @@ class Placer:
 
     def logical_batch(self, x: Any) -> jax.ShapeDtypeStruct:
         """The type of a leaf of the batch as the step sees it: with the examples of all processes."""
-        aval = jax.typeof(physical(x))
-        if type(x) is Padded:
-            return jax.ShapeDtypeStruct(x.shape, aval.dtype)
-        rows = getattr(x, "total", aval.shape[0] if spans(x) else self._everywhere(aval.shape[0]))
-        weak = self.processes == 1 and aval.weak_type
-        return jax.ShapeDtypeStruct((rows, *aval.shape[1:]), aval.dtype, weak_type=weak)
+        if type(x) is batch.Part:
+            aval, rows = jax.typeof(x.array), x.total
+        else:
+            aval = jax.typeof(physical(x))
+            rows = x.shape[0] if type(x) is Padded or spans(x) else self.everywhere(aval.shape[0])
+        weak = self.processes == 1 and type(x) is not Padded and aval.weak_type
+        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), aval.dtype, weak_type=weak)
 
-    def _everywhere(self, rows: int) -> int:
-        """Return the number of examples of all processes, given this one's."""
+    def part(self, x: Any) -> int | None:
+        """Return the rows of a leaf that may be this process's part of a batch; None of others."""
+        there = type(x) is Padded or spans(x) or not hasattr(x, "dtype") or not np.ndim(x)
+        return None if there else np.shape(x)[0]
+
+    def parted(self, leaves: Sequence[Any], rows: Rows) -> list[Any]:
+        """Return the leaves, those that would be parts of unequal lengths as `Part`."""
+        each = zip(leaves, rows.own, rows.total, strict=True)
+        return [
+            x if own is None or total is None or total == self.everywhere(own) else batch.Part(x, total)
+            for x, own, total in each
+        ]
+
+    def own_rows(self, total: int) -> int:
+        """Return the number of rows of a batch that this process passes."""
+        rows = rows_of(total, self.own, self.parts)
+        return rows.stop - rows.start
+
+    @functools.lru_cache(1024)  # noqa: B019
+    def alike(self, one: int, other: int) -> bool:
+        """Check whether some process passes as many rows of a batch with so many rows as of another."""
+        each = by_rank(self.shared).values()
+        sizes = [[len(range(*rows_of(n, own, self.parts).indices(n))) for own in each] for n in (one, other)]
+        return any(map(operator.eq, *sizes))
+
+    def everywhere(self, rows: int) -> int:
+        """Return the rows of all processes' parts if they are as long as this one's."""
         return rows * self.parts // max(1, len(self.own))
 
 
 def type_key(x: Any) -> Any:
     """The properties of a leaf's type that decide which program runs."""
-    return np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False), getattr(x, "total", None)
+    total = x.total if type(x) is batch.Part else None
+    return np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False), total
 
 
 def without_aliases(state: Sequence[Any]) -> list[Any]:
@@ -239,9 +285,15 @@ def _filled(x: Any, how: Layout) -> Any:
 
 def _lengthened(x: Any, cuts: Sequence[Cut]) -> Any:
     """An array with copies of its last entries, for the padding of each cut."""
+    return _extended(x, [sum(cut.pad for cut in cuts if cut.dim == d) for d in range(x.ndim)])
+
+
+def _extended(x: Any, pads: Sequence[int]) -> Any:
+    """An array with so many more entries along each dimension: copies of the last ones, or zeros if there are none."""
+    if not any(pads):
+        return x
     own = jnp if isinstance(x, jax.Array) and not is_narrow(x.dtype) else np
-    pads = [(0, sum(cut.pad for cut in cuts if cut.dim == d)) for d in range(x.ndim)]
-    return own.pad(x, pads, "edge") if any(cut.pad for cut in cuts) else x
+    return own.pad(x, [(0, n) for n in pads], "edge" if all(x.shape) else "constant")
 
 
 def _cuts(own: NamedSharding) -> list[Cut] | None:
@@ -262,7 +314,7 @@ def _cuts(own: NamedSharding) -> list[Cut] | None:
 
 def abstract(x: Any) -> jax.ShapeDtypeStruct:
     """The type of a leaf as the step sees it; the leaf may be a type itself."""
-    aval = jax.typeof(x.array if type(x) is Padded else x)
+    aval = jax.typeof(x.array if type(x) in (Padded, batch.Part) else x)
     return jax.ShapeDtypeStruct(np.shape(x), aval.dtype, weak_type=aval.weak_type)
 
 
