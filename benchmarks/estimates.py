@@ -120,9 +120,7 @@ class Candidate:
         self.name = f"{', '.join(mesh)}, level {level}"
         self._step: Any = jaxdist.parallel(step, mesh=mesh)
         self._state: Any = (params, tx.init(params))
-        (place,), parts = jaxdist.get_context().parts(mesh)
-        rows = len(x) // parts
-        self._x = x[place * rows : (place + 1) * rows]
+        self._x = x[jaxdist.get_context().rows(len(x), mesh)]
         self._step.program(*self._state, self._x)
         own = mesh_of(mesh, jaxdist.get_context().devices)
         machine = machine_of(own)

@@ -111,9 +111,8 @@ def main() -> None:
     train, evaluate = jit(train_step), jit(eval_step)
 
     train_set, test_set = arrays(None)
-    share = args.batch_size // ctx.parts(mesh)[1]  # processes along the model axis pass the same rows
-    batches = jaxdist.loader(train_set, share, seed=args.seed, mesh=mesh)
-    tests = jaxdist.loader(test_set, share, shuffle=False, tail="keep", mesh=mesh)
+    batches = jaxdist.loader(train_set, args.batch_size, seed=args.seed, mesh=mesh)
+    tests = jaxdist.loader(test_set, args.batch_size, shuffle=False, tail="keep", mesh=mesh)
     model = Classifier()
     params = jax.jit(model.init)(jax.random.key(args.seed), train_set["image"][:1])
     tx = jaxdist.zero(optax.adam(args.lr), args.level)

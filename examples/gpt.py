@@ -93,15 +93,14 @@ def main() -> None:
 
     ctx = jaxdist.init()
     mesh = {axis.split("=")[0]: int(axis.split("=")[1]) for axis in args.mesh.split(",")} if args.mesh else {}
-    _, parts = ctx.parts(mesh or None)  # processes that differ on another axis than data pass the same windows
-    if args.batch_size % parts or (args.single and ctx.size > 1):
-        raise SystemExit(f"{parts} parts share --batch-size {args.batch_size} equally; --single is for one process")
+    if args.single and ctx.size > 1:
+        raise SystemExit("--single is for one process")
     over = jaxdist.parallel(mesh=mesh, layouts=MEGATRON, donate=True) if mesh else jaxdist.data_parallel(donate=True)
     jit = jax.jit if args.single else over
     train_step, eval_step = jit(make_train_step(args.microbatches)), jit(held_out_loss)
 
     train_text, held_out_text = read_text(args.text or standard_library())
-    sizes = {"batch_size": args.batch_size // parts, "mesh": mesh or None}
+    sizes = {"batch_size": args.batch_size, "mesh": mesh or None}
     batches = jaxdist.loader(windows(train_text, args.context), seed=args.seed, **sizes)
     some = windows(held_out_text, args.context)[: args.eval_batches * args.batch_size]
     held_out = jaxdist.loader(some, shuffle=False, tail="keep", **sizes)

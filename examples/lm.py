@@ -93,8 +93,8 @@ def main() -> None:
     ctx = jaxdist.init()
     mesh = {axis: int(size) for axis, size in (word.split("=") for word in args.mesh.split(","))} if args.mesh else None
     files = args.text or standard_library()
-    if (args.single and ctx.size > 1) or len(files) < 2 or args.batch_size % ctx.parts(mesh)[1]:
-        raise SystemExit("--single: one process; --text: two files or more; --batch-size: a multiple of the ranks")
+    if (args.single and ctx.size > 1) or len(files) < 2:
+        raise SystemExit("--single: one process; --text: two files or more")
 
     def packed(name: str, files: list[Path]):
         texts, encode = jaxdist.data.text_files(files, split=None), lambda document: [*document.encode(), END]
@@ -102,9 +102,9 @@ def main() -> None:
             jaxdist.data.tokenize(texts, encode, args.run / name), args.context + 1, seed=args.seed
         )
 
-    each = args.batch_size // ctx.parts(mesh)[1]
-    batches = jaxdist.loader(packed("train", files[:-1]), each, seed=args.seed, mesh=mesh)
-    held_out = jaxdist.loader(packed("held_out", files[-1:]), each, shuffle=False, tail="keep", mesh=mesh)
+    sizes = {"batch_size": args.batch_size, "mesh": mesh}
+    batches = jaxdist.loader(packed("train", files[:-1]), seed=args.seed, **sizes)
+    held_out = jaxdist.loader(packed("held_out", files[-1:]), shuffle=False, tail="keep", **sizes)
     graph, params = nnx.split(LM(args.layers, args.width, args.heads, args.context, nnx.Rngs(args.seed)), nnx.Param)
     schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, max(1, args.steps // 20), args.steps, 0.1 * args.lr)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))

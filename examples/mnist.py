@@ -84,8 +84,8 @@ def main() -> None:
     ctx = jaxdist.init()
 
     train, test = arrays(args.data_dir)
-    batches = jaxdist.loader(train, args.batch_size // ctx.size, seed=args.seed)
-    tests = jaxdist.loader(test, args.batch_size // ctx.size, shuffle=False, tail="keep")
+    batches = jaxdist.loader(train, args.batch_size, seed=args.seed)
+    tests = jaxdist.loader(test, args.batch_size, shuffle=False, tail="keep")
     lr = args.lr or {"sgd": 0.03, "adam": 1e-3}[args.optimizer]
     tx = optax.adam(lr) if args.optimizer == "adam" else optax.sgd(lr, momentum=0.9)
     tx = jaxdist.zero(tx, args.level)

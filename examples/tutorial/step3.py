@@ -49,9 +49,9 @@ params = {
 }
 state = {"params": params, "opt_state": tx.init(params)}
 
-batches = jaxdist.loader(data, BATCH // ctx.size, shuffle=False)
+batches = jaxdist.loader(data, BATCH, shuffle=False)
 for epoch in range(EPOCHS):
-    for batch in batches:  # this process's part
+    for batch in batches:  # this rank's rows
         state, metrics = train_step(state, batch)
     if ctx.is_root:
         print(f"epoch {epoch} loss {metrics['loss']:.6f} right {metrics['right']}")

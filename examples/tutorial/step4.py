@@ -49,7 +49,7 @@ params = {
 }
 state = {"params": params, "opt_state": tx.init(params)}
 
-batches = jaxdist.loader(data, BATCH // ctx.size, shuffle=False)
+batches = jaxdist.loader(data, BATCH, shuffle=False)
 
 
 def everything():
@@ -63,7 +63,7 @@ if step:
     batches.set_state(saved["data"])
 
 for epoch in range(batches.epoch, EPOCHS):
-    for batch in batches:  # this process's part
+    for batch in batches:  # this rank's rows
         state, metrics = train_step(state, batch)
         step += 1
         if step % 10 == 0:

@@ -65,6 +65,7 @@ class Calls:
         self._compared: set[bytes] = set()  # digests of calls that all ranks have made
         self._totals: dict[int, int] = {}  # rows of all ranks' parts of a batch, by those of this rank's
         self._unsure: set[Signature] = set()  # of calls in which all ranks have passed the same batch so far
+        self._first = True  # no program yet
         self._warned = False  # of what is gathered
 
     def clear(self) -> None:
@@ -221,9 +222,11 @@ class Calls:
 
     def announce(self, made: Program) -> None:
         """Warn about slow parts of a program, once."""
-        placed = made.placed.emitted[1]
+        placed, first, self._first = made.placed.emitted[1], self._first, False
         if not placed or not self.context.is_root or self._warned:
             return
+        if first and (text := made.placed.padding()):
+            say_once(f"step {self.reader.name!r}: {text}")
         if text := report.warning(placed) or (self._settings.batch_argnums is None and made.placed.unsplit()):
             self._warned = True  # and once of a step that is decorated anew, in a loop or for each trial
             say_once(f"step {self.reader.name!r}: {text}")

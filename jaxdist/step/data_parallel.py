@@ -60,8 +60,9 @@ def data_parallel(
     The decorated step returns what ``jax.jit(step)`` returns on one device with the whole batch, up to the rounding of
     floating-point sums. Inside the step, ``x.shape[0]`` is the size of the whole batch, and a mean covers all examples.
 
-    * Each process passes its own part of the batch, with the same shapes on all ranks; the parts are joined in rank
-      order. A global array is used unchanged. If the devices do not divide the examples, the last devices have fewer.
+    * Each process passes its own rows of the batch, as `jaxdist.loader` reads them or `Context.rows` says; the rows of
+      all ranks are joined in rank order. A global array is used unchanged. Where the devices do not divide the rows,
+      the last devices have fewer.
     * All other arguments are state. A part of the result with the structure, shapes, and dtypes of a state argument is
       stored like that argument. State that is not on the devices yet is taken from rank 0; if the step does not return
       it, it must be the same on every rank. Leaves that are not arrays are constants.
@@ -98,7 +99,7 @@ def data_parallel(
       ``clear_cache``. ``step.lower(*args).compile()`` takes the arguments of a call.
 
     Raises:
-      ValueError: (on every rank) the batch cannot be divided over the devices, or the ranks' arguments differ.
+      ValueError: (on every rank) a rank passes other rows of the batch than its own, or the ranks' arguments differ.
       StepError: (at the first call) an operation cannot run on several devices.
       RuntimeError: an earlier call took an argument's memory.
       FloatingPointError: see `check_finite`.
@@ -155,7 +156,7 @@ def parallel(
       mesh: the sizes of the axes, one of which may be -1 for the remaining devices, or a `jax.sharding.Mesh` with these
         names. Neighboring devices differ in the last axis. With ``"auto"``, the first call uses the mesh that
         `jaxdist.planning.fit` ranks first, or the mesh of state that is sharded already. Each process then passes its
-        own part of the batch.
+        own rows of the batch (`Context.rows` without a mesh).
       layouts: regular expressions and the dimension that the model axis cuts, or None for no cut. The first expression
         found in the name of a leaf (``"params['w']"``) applies; other leaves are whole. By default, jaxdist searches
         for the cheapest dimensions, and `explain` lists them.

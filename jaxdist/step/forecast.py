@@ -173,7 +173,7 @@ class Forecast:
         signature, mesh = self.signature, self.mesh
         avals = [abstract(x) for x in self.leaves]
         for i in signature.batch:
-            batch.check(signature.names[i], avals[i], 1)
+            batch.check(signature.names[i], avals[i])
         step, layouts = self._cache.jaxpr(signature, avals, mesh), self._settings.layouts
         trace = traced(step, signature, avals, mesh, self._machine, level, shared, layouts, self.cut)
         layouts = list(trace.layouts)

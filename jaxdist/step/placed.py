@@ -156,6 +156,13 @@ class PlacedStep:
         kept = zip(self.signature.names, self.layouts, strict=True)
         return {name: cut.dim for name, how in kept if how and (cut := how.by(MODEL))}
 
+    def padding(self) -> str:
+        """Return what it costs that the devices do not divide the batch, or ""."""
+        devices = data_size(self.mesh)
+        each = [(rows, -rows % devices) for rows in {self.avals[i].shape[0] for i in self.signature.batch}]
+        shown = [f"{pad} of {rows + pad} computed rows are padding" for rows, pad in each if pad]
+        return f"{each[0][0]} rows over {devices} devices: {shown[0]}" if len(each) == len(shown) == 1 else ""
+
     def unsplit(self) -> str:
         """Return a hint for a step without a batch that has an argument worth splitting, or ""."""
         names = [

@@ -172,7 +172,7 @@ class Reader:
         if not self._warned and context.is_root:
             _log.warning(
                 "step %r: all %d ranks pass the same batch, so each example counts %d times. Give each rank its own "
-                "part: jaxdist.loader does, or take x[own[0]::parts], where own, parts = ctx.parts(mesh)",
+                "rows: jaxdist.loader does, or take x[ctx.rows(len(x), mesh)]",
                 self.name, context.size, self._placer.parts,
             )  # fmt: skip
         self._warned = True
@@ -218,7 +218,7 @@ class Reader:
                         f"rank {list_ranks([ranks[k] for k in others])}, which pass one part of the batch: on the mesh "
                         f"{dict(self._placer.mesh.shape)} they have the same place on the axis {AXIS!r}. Read the "
                         "examples of that place on each of them: jaxdist.loader(..., mesh=) does, or "
-                        "take x[own[0]::parts], where own, parts = ctx.parts(mesh)"
+                        "take x[ctx.rows(len(x), mesh)]"
                     )
 
     def _chosen(

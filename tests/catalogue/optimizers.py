@@ -142,16 +142,16 @@ def run_plain(names: Sequence[str], shapes: Shapes = SHAPES) -> tuple[Any, ...]:
 
 
 def run_sharded(
-    names: Sequence[str], levels: Sequence[Any], rank: int = 0, size: int = 1, shapes: Shapes = SHAPES,
-    within: int | None = None, split: Any = None, offload: bool = False, state: Any = None, **settings: Any,
+    names: Sequence[str], levels: Sequence[Any], shapes: Shapes = SHAPES, within: int | None = None, split: Any = None,
+    offload: bool = False, state: Any = None, **settings: Any,
 ) -> Any:  # fmt: skip
-    """The same decorated, with `jaxdist.zero`, from `state` if given; this process passes its part of each batch."""
+    """The same decorated, with `jaxdist.zero`, from `state` if given; this process passes its rows of each batch."""
     asked = {"within": within, "split": split, "offload": offload}
     step = jaxdist.data_parallel(step_of(names, levels, shapes, **asked), **settings)
     state = start(names, shapes) if state is None else state
-    n = BATCH // size
+    own = jaxdist.get_context().rows(BATCH)
     for i in range(STEPS):
-        state = step(*state, {k: x[rank * n : (rank + 1) * n] for k, x in batch(i).items()})
+        state = step(*state, {k: x[own] for k, x in batch(i).items()})
     return state
 
 

@@ -6,7 +6,7 @@ Each case is a step with its initial state and its batches. They run on virtual 
 import functools
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,16 +46,14 @@ def run_plain(case: Case, steps: int = STEPS, rows: int = BATCH) -> Any:
 
 
 def run_decorated(
-    case: Case, rank: int | Sequence[int] = 0, size: int = 1, steps: int = STEPS, rows: int = BATCH,
-    with_: Callable[..., Any] = jaxdist.data_parallel, **settings: Any,
+    case: Case, steps: int = STEPS, rows: int = BATCH, with_: Callable[..., Any] = jaxdist.data_parallel,
+    **settings: Any,
 ) -> Any:  # fmt: skip
-    """The same, decorated; this process passes its part of each batch, or its parts."""
+    """The same, decorated; this process passes its rows of each batch."""
     step = with_(case.step, **{"donate": True, **settings})
 
-    def part(x: Any) -> Any:
-        n, own = rows // size, [rank] if isinstance(rank, int) else rank
-        return np.concatenate([x[k * n : (k + 1) * n] for k in own])
-
+    own = jaxdist.get_context().rows(rows, settings.get("mesh"))
+    part = lambda x: x[own]
     state, losses = _run(lambda state, i: step(*state, jax.tree.map(part, case.batch(i))), case.state, steps)
     return jaxdist.unshard(state), losses
 

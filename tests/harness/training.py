@@ -33,7 +33,6 @@ def init(dtype: Any) -> dict[str, Any]:
 def run(path: str, steps: int, level: Any, die_at: Sequence[int] = (), rank: int = 0) -> dict[str, Any]:
     """Train until `steps` and return the parameters. The rank dies at one step of each start."""
     ctx, start = jaxdist.get_context(), int(os.environ.get("JAXDIST_RESTARTS", "0"))
-    own, parts = ctx.parts()
     dtype = np.float64 if jax.config.read("jax_enable_x64") else np.float32
     tx = jaxdist.zero(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), level)
 
@@ -54,8 +53,7 @@ def run(path: str, steps: int, level: Any, die_at: Sequence[int] = (), rank: int
         state = jaxdist.restore(path, state)
     while state["step"] < steps:
         x = np.random.default_rng(state["step"]).normal(size=(BATCH, 7)).astype(dtype)
-        x = np.concatenate([np.split(x, parts)[k] for k in own])  # this process's part
-        out = train(state["params"], state["opt_state"], state["key"], x)
+        out = train(state["params"], state["opt_state"], state["key"], x[ctx.rows(BATCH)])
         state = dict(zip(("params", "opt_state", "key"), out, strict=True)) | {"step": state["step"] + 1}
         state["seen"] = np.asarray(state["step"] * BATCH, dtype)
         if state["step"] % 5 == 0 or state["step"] == steps:

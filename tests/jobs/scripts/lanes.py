@@ -29,9 +29,8 @@ def bits(words: list[str], rows: int, steps: int) -> dict[str, str]:
         if name == "padded":
             found[word] = padded(int(level))
             continue
-        own, parts = ctx.parts(mesh)
         case = OWN[name](int(level)) if name in OWN else oracle.idiom(name, rows, int(level))
-        got = oracle.run_decorated(case, own, parts, steps, rows, with_=jaxdist.parallel, mesh=mesh)
+        got = oracle.run_decorated(case, steps, rows, with_=jaxdist.parallel, mesh=mesh)
         found[word] = digest(got)
     return found
 
@@ -99,7 +98,7 @@ def padded(level: int) -> str:
     """Epochs of a loader whose last batch is smaller, and a gather of what its steps return for each example."""
     given = wide(level)
     step, (w, opt) = jaxdist.data_parallel(given.step), given.state
-    found, rows, size = [], given.batch(0)[:22], 8 // ctx.parts()[1]
+    found, rows, size = [], given.batch(0)[:22], 8
     for batch in jaxdist.loader(rows, size, seed=3, tail="keep"):
         w, opt, loss = step(w, opt, batch)
         found.append(loss)

@@ -195,7 +195,7 @@ def shares_some_examples() -> None:
     """Two processes have half of the examples in common."""
     import jaxdist
 
-    jaxdist.init().parts({"data": 3, "model": 2})
+    jaxdist.init().rows(6, {"data": 3, "model": 2})
 
 
 def threads() -> None:
