@@ -13,10 +13,11 @@ from jaxdist.data import loader as data  # private: hypothesis runs hundreds of 
 def make(source: Any, batch_size: int, rank: int = 0, size: int = 1, prefetch: int = 0, **settings: Any) -> data.Loader:
     """The loader of one rank of several, that finds the others agree."""
     context: Any = SimpleNamespace(
-        rank=rank, size=size, is_root=rank == 0, timeout=1.0, parts=lambda mesh: ((rank,), size),
+        rank=rank, size=size, is_root=rank == 0, timeout=1.0,
         control=SimpleNamespace(exchange=lambda name, mine, timeout: [mine] * size),
     )  # fmt: skip
-    with mock.patch.object(data, "get_context", return_value=context):
+    own = mock.patch.object(data, "own_parts", return_value=([rank], size))
+    with mock.patch.object(data, "get_context", return_value=context), own:
         return data.loader(source, batch_size, prefetch=prefetch, **settings)
 
 
@@ -27,10 +28,7 @@ def ranks(source: Any, size: int, batch_size: int, **settings: Any) -> list[data
 
 
 def epoch(loaders: Sequence[data.Loader], steps: int | None = None) -> list[list[int]]:
-    """The real examples of each global batch, of one loop of all ranks, or the first steps of it.
-
-    The examples differ: a smaller last batch may end with copies of its last one, for parts of one length.
-    """
+    """The examples of each global batch, of one loop of all ranks, or the first steps of it."""
     loops = [iter(loader) for loader in loaders]
     found: list[list[int]] = []
     while steps is None or len(found) < steps:
@@ -38,11 +36,10 @@ def epoch(loaders: Sequence[data.Loader], steps: int | None = None) -> list[list
         if any(part is None for part in parts):
             assert all(part is None for part in parts), "the ranks make other numbers of steps"
             break
-        pairs = [part if isinstance(part, tuple) else (part, np.ones(len(part))) for part in parts if part is not None]
-        assert len({len(x) for x, _ in pairs}) == 1
-        batch = [int(i) for x, weight in pairs for i in x[weight > 0].tolist()]
-        while batch[1:] and batch[-1] == batch[-2]:
-            batch.pop()
+        batch = np.concatenate([part for part in parts if part is not None]).tolist()
+        each = -(-len(batch) // len(loops))  # on each rank; the last ones have what is left
+        sizes = [min(each, max(0, len(batch) - rank * each)) for rank in range(len(loops))]
+        assert [len(part) for part in parts if part is not None] == sizes
         found.append(batch)
     return found
 

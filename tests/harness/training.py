@@ -1,11 +1,13 @@
 """A training run to be interrupted: `python training.py PATH STEPS LEVEL [--die-at STEP … --rank R] [--x64]`.
 
 It goes on from the last checkpoint in PATH, saves every 5 steps and after the last, and then the root prints the
-parameters and a digest of their bits. The batch of a step is the same on any number of devices.
+parameters, a digest of their bits, and the losses of this run's steps. The batch of a step is the same on any number of
+devices, which few numbers divide: of an epoch of five steps the last has 13 examples.
 """
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -19,7 +21,7 @@ import optax
 
 import jaxdist
 
-BATCH = 24
+BATCH, EXAMPLES = 22, 101
 
 
 def init(dtype: Any) -> dict[str, Any]:
@@ -39,30 +41,38 @@ def run(path: str, steps: int, level: Any, die_at: Sequence[int] = (), rank: int
     def loss_fn(p: Any, key: Any, x: Any) -> Any:
         hidden = jnp.tanh(jnp.tanh(x @ p["in"]) @ p["hidden"] + p["bias"]) * (1 + p["scale"])
         noise = 1 + 0.1 * jax.random.normal(key, hidden.shape[1:], hidden.dtype)
-        return jnp.mean((hidden * noise @ p["out"] - jnp.sin(x[:, :3])) ** 2)
+        return jnp.mean((hidden * noise @ p["out"] - jnp.sin(x[:, :3])) ** 2), len(x)
 
     @jaxdist.data_parallel
     def train(params: Any, opt_state: Any, key: Any, x: Any) -> Any:
         key, now = jax.random.split(key)
-        updates, opt_state = tx.update(jax.grad(loss_fn)(params, now, x), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, key
+        aux, grads = jax.value_and_grad(loss_fn, has_aux=True)(params, now, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, key), aux
 
     state = init(dtype)
     state["opt_state"] = tx.init(state["params"])
+    x = np.random.default_rng(1).normal(size=(EXAMPLES, 7)).astype(dtype)
+    batches, losses = jaxdist.loader(x, BATCH, seed=5, tail="keep"), list[Any]()
+    state["data"] = batches.get_state()
     if jaxdist.latest_step(path) is not None:
         state = jaxdist.restore(path, state)
-    while state["step"] < steps:
-        x = np.random.default_rng(state["step"]).normal(size=(BATCH, 7)).astype(dtype)
-        out = train(state["params"], state["opt_state"], state["key"], x[ctx.rows(BATCH)])
+        batches.set_state(state["data"])
+    for x in itertools.chain.from_iterable(itertools.repeat(batches)) if state["step"] < steps else ():
+        out, (loss, rows) = train(state["params"], state["opt_state"], state["key"], x)
+        losses.append(loss)
+        seen, data = np.asarray(state["seen"] + rows, dtype), batches.get_state()
         state = dict(zip(("params", "opt_state", "key"), out, strict=True)) | {"step": state["step"] + 1}
-        state["seen"] = np.asarray(state["step"] * BATCH, dtype)
+        state |= {"seen": seen, "data": data}
         if state["step"] % 5 == 0 or state["step"] == steps:
             jaxdist.save(path, state, state["step"])
         if ([state["step"]], ctx.rank) == (list(die_at[start : start + 1]), rank):
             os.kill(os.getpid(), signal.SIGKILL)
+        if state["step"] == steps:
+            break
     params = {k: np.asarray(v) for k, v in jaxdist.unshard(state["params"]).items()}
     bits = hashlib.sha256(b"".join(params[k].tobytes() for k in sorted(params))).hexdigest()
-    return {"bits": bits, "params": {k: v.tolist() for k, v in params.items()}}
+    return {"bits": bits, "params": {k: v.tolist() for k, v in params.items()}, "losses": [*map(float, losses)]}
 
 
 if __name__ == "__main__":

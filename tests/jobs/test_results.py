@@ -107,6 +107,8 @@ ROWS_OF: list[Row] = [
     Row(["state:compared"], (RUN,), (FOUR,)),
     Row(["state:checked_in_steps"], (), (RUN, THREE)),
     Row([word("state:differs", "FOLDER")], (), (RUN, MPIRUN)),
+    Row(["rows:steps", "rows:known"], (MPIRUN,), (THREE, FOUR)),
+    Row(["rows:loaders", "rows:refused"], (RUN,), (THREE, FOUR_MPI)),
     Row(["context:fields"], TWO, (FOUR,)),
     Row(["context:sockets"], (RUN,), (FOUR,)),
     Row(["calls:known", "calls:stages"], (RUN,), (MPIRUN, FOUR)),

@@ -98,7 +98,7 @@ def of_grain() -> Any:
 def main() -> None:
     ctx = jaxdist.init()
     loader_of = lambda fault, workers=1: jaxdist.loader(
-        np.arange(24), 4, shuffle=False, transform=FAULTS[fault], workers=workers
+        np.arange(24), 4 * ctx.size, shuffle=False, transform=FAULTS[fault], workers=workers
     )
     if ctx.size > 1:
         for _ in loader_of("exit 3" if ctx.rank == int(sys.argv[1]) else "good", 0):

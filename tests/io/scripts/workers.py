@@ -29,7 +29,7 @@ def die() -> None:
     ctx = jaxdist.get_context()
     if os.getsid(0) != os.getpid():
         os.setpgid(0, 0)
-    batches = iter(jaxdist.loader(Source(), 2, workers=2))
+    batches = iter(jaxdist.loader(Source(), 4, workers=2))
     for _ in range(20):
         next(batches)
     time.sleep(1)  # until they wait for somebody to take what they have
@@ -44,7 +44,7 @@ if __name__ == "__main__" or "unguarded" in sys.argv:
     jaxdist.init()
     if "dies" in sys.argv:
         die()
-    batches = jaxdist.loader(Source(), 2, shuffle=False, workers=1)
+    batches = jaxdist.loader(Source(), 4, shuffle=False, workers=1)
     kept = [jax.numpy.asarray(batch["x"]) for batch in batches]  # in use when the script ends
     jaxdist.barrier()
     print(sum(float(x.sum()) for x in kept))
