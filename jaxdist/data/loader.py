@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.data.reader import Read, Reader, resumption
 from jaxdist.data.sampling import MOST, Place, Sampling
-from jaxdist.data.sources import Arrays, is_stream
+from jaxdist.data.sources import Arrays, check_examples, is_stream
 from jaxdist.errors import DataError
 from jaxdist.extras import need
 from jaxdist.mesh import Sizes
@@ -47,9 +47,9 @@ def loader(
 
     Args:
       source: the complete data set, on every rank: arrays with one entry per example, or a dict or tuple of them; a
-        list, a grain source, or any object with ``__len__`` and ``__getitem__``. Or a stream, which each rank reads
-        whole: a grain or Hugging Face ``IterableDataset``, any iterable that can be read again, or a function of the
-        epoch that returns one.
+        list, a grain source, a torch ``Dataset``, or any object with ``__len__`` and ``__getitem__``. Or a stream,
+        which each rank reads whole: a grain, torch or Hugging Face ``IterableDataset``, any iterable that can be read
+        again, or a function of the epoch that returns one.
       batch_size: examples per step, on all devices together.
       shuffle: whether to order by seed and epoch; of a stream, the number of examples to shuffle in memory.
       seed: the seed of the order and of a random `transform`.
@@ -67,7 +67,7 @@ def loader(
     Raises:
       ValueError: (on every rank) a setting is invalid, the source is empty or too small for a batch, its arrays have
         different lengths, or the ranks' sources or settings differ.
-      TypeError: the source has an unsupported type, or is a stream that can be read only once.
+      TypeError: the source yields batches, has an unsupported type, or is a stream that can be read only once.
       ImportError: (on every rank) grain is not installed.
       ControlError: a rank does not make the call before the timeout of `jaxdist.init`.
 
@@ -88,6 +88,7 @@ def loader(
             _check_integer(f"{name}={value!r}", value, int(name == "batch_size"))
         if tail not in ("drop", "keep"):
             raise ValueError(f"tail={tail!r}: 'drop' or 'keep'")
+        check_examples(source)
         own, parts = own_parts(context, mesh)
         size, seed_ = operator.index(batch_size), operator.index(seed)
         data = Arrays(source) if isinstance(source, np.ndarray | jax.Array | dict | tuple) else source

@@ -41,9 +41,23 @@ class Arrays:
         return digest([x[[0, -1]] for x in jax.tree.leaves(self.tree) if len(x) and not x.dtype.hasobject])
 
 
+def check_examples(source: Any) -> None:
+    """Refuse a source of batches, such as torch's `DataLoader`."""
+    if (size := getattr(source, "batch_size", None)) is None:
+        return
+    inner = "its data set (.dataset)" if hasattr(source, "dataset") else "a source of examples"
+    raise TypeError(
+        f"a {type(source).__name__} with batch_size={size} yields batches, and jaxdist.loader makes batches of "
+        f"examples: pass {inner}, or leave the loader out and pass this rank's rows of each batch to the step, "
+        "x[ctx.rows(len(x))]"
+    )
+
+
 def is_stream(source: Any) -> bool:
     """Check whether a source only iterates, or is a function of the epoch that returns such."""
-    if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+    # torch's iterable data sets have a __getitem__, which raises.
+    iterates = any(kind.__name__ == "IterableDataset" for kind in type(source).__mro__)
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__") and not iterates:
         return False
     if not callable(source) or hasattr(source, "__iter__"):
         check_iterable(source)

@@ -21,6 +21,45 @@ class ByIndex:
         return np.array(index)
 
 
+class Tensor:
+    """As of torch."""
+
+    def __init__(self, number: int):
+        self._number = number
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._number, dtype)
+
+
+class Dataset:
+    """As of torch: of tensors, and by index, unless a subclass iterates."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Tensor:
+        return Tensor(index)
+
+
+class IterableDataset(Dataset):
+    """As of torch."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(Tensor, range(N))
+
+
+class DataLoader:
+    """As of torch."""
+
+    dataset, batch_size = Dataset(), 4
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (np.arange(i, i + 4) for i in range(0, N - 3, 4))
+
+
 class Again:
     """What can be read from its beginning alone."""
 
@@ -86,10 +125,12 @@ BY_INDEX: dict[str, Callable[[], Any]] = {
     "array of jax": lambda: jnp.arange(N),
     "list": lambda: list(range(N)),
     "own": ByIndex,
+    "torch": Dataset,
     "grain": lambda: grain.MapDataset.source(ByIndex()),
 }
 STREAMS: dict[str, Callable[[], Any]] = {
     "plain": Again,
+    "iterable torch": IterableDataset,
     "inexact": Inexact,
     "taken": Taken,
     "grain stream": _mixed,
@@ -146,6 +187,7 @@ class Short:
 BAD: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
     (np.ma.masked_less(np.arange(3), 1), {}, ("source", "MaskedArray")),
     ([np.ma.masked_less(np.arange(3), 1)], {}, ("example 0", "masked")),
+    (DataLoader(), {"shuffle": False}, ("DataLoader", "batch_size=4", "batches", ".dataset", "ctx.rows")),
     (np.arange(3), {"batch_size": 0}, ("batch_size=0",)),
     (np.arange(3), {"batch_size": 1.5}, ("batch_size=1.5",)),
     (np.arange(3), {"seed": -1}, ("seed=-1",)),
