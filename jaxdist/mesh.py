@@ -131,6 +131,13 @@ def rows_of(total: int, own: Sequence[int], parts: int) -> slice:
     return slice(*ends)
 
 
+@functools.lru_cache(1024)
+def rows_by_rank(total: int, parts: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Return the number of rows of a batch that each process passes, given the processes that pass each part."""
+    rows = {rank: rows_of(total, own, len(parts)) for rank, own in by_rank(parts).items()}
+    return {rank: one.stop - one.start for rank, one in rows.items()}
+
+
 def data_size(mesh: Mesh) -> int:
     """Into how many parts a mesh splits the batch."""
     return mesh.shape.get(GROUP, 1) * mesh.shape.get(AXIS, 1)

@@ -16,8 +16,8 @@ CHANGED = (  # advice about copies that differ
 )
 
 _SAME = (
-    "Every rank must have the same model, constants, options of the step and settings of JAX, and pass batches of the "
-    "same shape (drop or pad the tail of the data)"
+    "Every rank must have the same model, constants, options of the step and settings of JAX, and pass its rows of the "
+    "same batch"
 )
 _ADVICE = (
     "Inside a step nothing may depend on the rank: look for `ctx.rank`, an `if rank == ...`, a loop over a set (which "

@@ -95,10 +95,12 @@ class Calls:
             self._report(error)
             raise
         arguments, compiled = Arguments(args, keywords, leaves, tree), only and only[0]
-        try:
-            known, leaves = self._agreed(arguments, compiled)
-        except OtherRows as found:
-            known, leaves = self._agreed(arguments, compiled, found.total)
+        known, total = None, None
+        while known is None:  # once, or twice where the ranks do not pass the rows that some rank assumed
+            try:
+                known, leaves = self._agreed(arguments, compiled, total)
+            except OtherRows as other:
+                total = other.total
         if only is not None:
             known = dataclasses.replace(known, program=only[1])
         state, batch = known.arguments(leaves, self.placer)

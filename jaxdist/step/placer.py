@@ -1,7 +1,6 @@
 """Put state and batches onto the mesh: each process's part becomes part of one global array."""
 
 import functools
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jaxdist import compat
 from jaxdist.agreement.calls import Rows
 from jaxdist.agreement.description import grouped, listed
-from jaxdist.mesh import AXIS, GROUP, NAMES, by_rank, data_size, from_host, in_a_row, parts_of_batch, rows_of
+from jaxdist.mesh import AXIS, GROUP, NAMES, by_rank, data_size, from_host, in_a_row, parts_of_batch, rows_by_rank
 from jaxdist.placements.layouts import HOST, Cut, Layout, Padded, copied, layout, of_batch, on_host, physical, sharding
 from jaxdist.placements.values import is_narrow
 from jaxdist.runtime.context import Context
@@ -76,11 +75,9 @@ class Placer:
     def _check_rows(self, name: str, x: Any) -> None:
         """Refuse a part of the batch that has more or fewer rows than this process is to pass."""
         total = self.logical_batch(x).shape[0]
-        of = {rank: rows_of(total, own, self.parts) for rank, own in by_rank(self.shared).items()}
-        sizes = {rank: rows.stop - rows.start for rank, rows in of.items()}
-        if self.processes == 1 or spans(x) or np.shape(x)[0] == sizes.get(self.context.rank, 0):
+        if self.processes == 1 or spans(x) or np.shape(x)[0] == self.own_rows(total):
             return
-        shown = listed(grouped((size, rank) for rank, size in sizes.items()))
+        shown = listed(grouped((rows, rank) for rank, rows in rows_by_rank(total, self.shared).items()))
         raise ValueError(
             f"batch leaf {name} has {np.shape(x)[0]} rows on this rank, of {total} on all ranks, which should pass "
             f"{shown}. Take the rows ctx.rows({total}) of the whole batch, or let jaxdist.loader divide it"
@@ -193,15 +190,12 @@ class Placer:
 
     def own_rows(self, total: int) -> int:
         """Return the number of rows of a batch that this process passes."""
-        rows = rows_of(total, self.own, self.parts)
-        return rows.stop - rows.start
+        return rows_by_rank(total, self.shared).get(self.context.rank, 0)
 
-    @functools.lru_cache(1024)  # noqa: B019
     def alike(self, one: int, other: int) -> bool:
         """Check whether some process passes as many rows of a batch with so many rows as of another."""
-        each = by_rank(self.shared).values()
-        sizes = [[len(range(*rows_of(n, own, self.parts).indices(n))) for own in each] for n in (one, other)]
-        return any(map(operator.eq, *sizes))
+        each, of_other = rows_by_rank(one, self.shared), rows_by_rank(other, self.shared)
+        return any(rows == of_other[rank] for rank, rows in each.items())
 
     def everywhere(self, rows: int) -> int:
         """Return the rows of all processes' parts if they are as long as this one's."""

@@ -79,7 +79,7 @@ FAULTS = [
     Fault("retraced", ("call 3", "2.0", "3.0", line("jnp.mean(x) * SCALE")), (HAND,)),
     Fault("settings", (*CALLS, "setting")),
     # Calls in another order, or with something else.
-    Fault("rows", ("x", "float32[3,3]", "float32[4,3]"), (MPIRUN,)),
+    Fault("rows", ("x", "float32[6,3]", "float32[8,3]"), (MPIRUN,)),
     Fault("order", (*CALLS, "step 'another'"), (HAND, MPIRUN), True),
     Fault("order_of_twins", (*CALLS, "step 'step#1'"), (RUN,)),
     Fault("eager_between", (*CALLS, "allreduce"), (HAND, MPIRUN)),

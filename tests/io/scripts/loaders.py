@@ -86,7 +86,7 @@ def errors(folder: Path) -> dict[str, list[str]]:
         "another state": error_of(batches.set_state, batches.get_state() | {"position": rank}),
         "another stream": error_of(read, Again([0, *range(rank, 30)]), shuffle=3),
         "rows exchanged": error_of(read, Again([*exchanged, *range(3, 30)]), **stream),
-        "a longer stream": error_of(read, Again(range(40 - 30 * (rank > 0))), **stream),
+        "a longer stream": error_of(read, Again(range(40 - 30 * (rank > 0))), 5, **stream),
         "gathered": error_of(jaxdist.data.gather_for_metrics, {"a": x}),
         "no tokenizer": error_of(jaxdist.data.tokenize, ["a"], refused, folder / "never"),
     }

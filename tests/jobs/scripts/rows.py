@@ -78,7 +78,7 @@ def steps() -> None:
     """However the rows come: asked for, cut by hand, on the device, or asked for before their turn."""
     batches = lambda sizes=SIZES: (batch(i, rows) for i, rows in enumerate(sizes))
     run(map(own, batches()), SIZES)
-    distinct = [4 * N, 2 * N + 1, 1, 4 * N, 2 * N + 1]  # no rank passes as many rows of two of them
+    distinct = [4 * N, 2 * N - 1, 4 * N, 2 * N - 1]  # no rank passes as many rows of two of them
     run(map(by_hand, batches(distinct)), distinct)
     run((jax.tree.map(jnp.asarray, own(one)) for one in batches()), SIZES)
     tail = [4 * N, 4 * N, 4 * N, 4 * N - 1]
