@@ -61,12 +61,7 @@ def agree(
     """Compare a call with every rank. Of the ranks that pass the same rows, `readers` has one."""
     mine = about.fingerprint, program.digest if program else "", rows, values
     everyone = context.control.exchange(tag, mine, context.timeout, what)
-    found = [rows for *_, rows, _ in everyone if rows is not None]
-    if len(found) == context.size and len({tuple(n is None for n in rows.own) for rows in found}) == 1:
-        columns = zip(*(found[rank].own for rank in readers), strict=True)
-        total = tuple(None if column[0] is None else sum(column) for column in columns)
-        if any(rows.total != total for rows in found):
-            raise OtherRows(total)
+    _check_rows([rows for *_, rows, _ in everyone], readers)
     if len({fingerprint for fingerprint, *_ in everyone}) > 1 or about.problem:
         details = context.control.exchange(f"{tag} details", about, context.timeout, about.call)
         raise ValueError(difference(details, _SAME))
@@ -74,6 +69,17 @@ def agree(
     if len(digests) > 1:
         raise ValueError(_programs(context, tag, about.call, program, list(digests.values())))
     return [values for *_, values in everyone]
+
+
+def _check_rows(everyone: Sequence[Rows | None], readers: Collection[int]) -> None:
+    """Find the rows that all ranks pass, of calls that are alike; each rank has to have known them."""
+    found = [rows for rows in everyone if rows is not None]
+    if len(found) < len(everyone) or len({tuple(n is None for n in rows.own) for rows in found}) > 1:
+        return
+    columns = zip(*(found[rank].own for rank in readers), strict=True)
+    total = tuple(None if column[0] is None else sum(column) for column in columns)
+    if any(rows.total != total for rows in found):
+        raise OtherRows(total)
 
 
 def _programs(context: Context, tag: str, call: str, program: Traced | None, groups: Sequence[Sequence[int]]) -> str:
