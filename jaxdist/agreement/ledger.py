@@ -125,8 +125,8 @@ class Ledger:
         self._control.fail(
             f"the ranks make different calls: call {position + 1} of rank {self._control.rank} is {mine}, and rank "
             f"{rank} calls {what}. Every rank must make the same calls in the same order, with rows of the same batch: "
-            "look for a choice that is not the same on all ranks, or a tail of the data that is not. Where batches have "
-            "other lengths, ctx.rows(length) before each call, or jaxdist.loader, tells a rank which one it is"
+            "look for a choice that is not the same on all ranks, or a tail of the data that is not. Where batches "
+            "have several lengths, ctx.rows(length) before each call, or jaxdist.loader, tells a rank which one it is"
         )
 
     def _left(self, rank: int, count: int) -> None:
