@@ -75,6 +75,8 @@ class Outside:
         if "root" in options:
             options["root"] %= len(members)  # a rank alone is its own root
         root = members[options["root"]] if kind in ("reduce", "gather") else None
+        if kind == "gather":  # XLA's choice between that and zeros changes the bits of NaN, and nobody gets the zeros
+            kind, options = "allgather", {"axis": 0}
         devices = tuple(self._first[r] for r in members)
         communicator = ctx.communicator if len(members) > 1 else "xla"
         function, program = _program(kind, tuple(options.items()), devices, communicator)
