@@ -75,8 +75,6 @@ class Outside:
         if "root" in options:
             options["root"] %= len(members)  # a rank alone is its own root
         root = members[options["root"]] if kind in ("reduce", "gather") else None
-        if kind == "gather":  # XLA's choice between that and zeros changes the bits of NaN, and nobody gets the zeros
-            kind, options = "allgather", {"axis": 0}
         devices = tuple(self._first[r] for r in members)
         communicator = ctx.communicator if len(members) > 1 else "xla"
         function, program = _program(kind, tuple(options.items()), devices, communicator)
@@ -125,6 +123,8 @@ def _program(
 ) -> tuple[Callable[[Any], Any], Program]:
     """Return a call between devices, for the types of one array; and its program, for each process's arrays."""
     mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+    if kind == "gather":  # whose zeros, for the others, nobody gets: to choose between floats changes the bits of NaN
+        kind, options = "allgather", (("axis", 0),)
     own = NamedSharding(mesh, P())  # a lie that spares a reshape: each device holds its own
     on_each = functools.partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     function = functools.partial(getattr(in_step, kind, lambda x: x), **dict(options), groups=None)
