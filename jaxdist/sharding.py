@@ -22,6 +22,7 @@ from jaxdist.placements.owners import Way, check_split
 from jaxdist.precision import DTYPES, Precision, mixed
 from jaxdist.runtime.context import Context, started
 from jaxdist.step.data_parallel import data_parallel, parallel
+from jaxdist.tracebacks import api_boundary
 
 Level = Literal[0, 1, 2, 3]
 
@@ -148,6 +149,7 @@ def _say_that_it_is_outside(ctx: Context | None) -> None:
         )  # fmt: skip
 
 
+@api_boundary
 def shard(tree: Any, within: Within = None) -> Any:
     """Shard the leaves of a tree that `zero` does not manage, such as a moving average. Every process calls it.
 
@@ -175,6 +177,7 @@ def shard(tree: Any, within: Within = None) -> Any:
     return jax.tree.unflatten(structure, [x for (x,) in _sharder(within)(leaves)])
 
 
+@api_boundary
 @under_no_mesh
 def unshard(tree: Any) -> Any:
     """Return the tree with plain, whole arrays on this process's first device. Every process calls it.
@@ -214,6 +217,8 @@ def _sharder(within: Within) -> Any:
     def shard_leaves(leaves: list[Any]) -> list[Any]:
         return [(mark(x, "requested", 3, within),) for x in leaves]
 
+    shard_leaves.__qualname__ = "jaxdist.shard"  # in messages
+
     return data_parallel(shard_leaves, batch_argnums=())
 
 
@@ -221,6 +226,8 @@ def _sharder(within: Within) -> Any:
 def _gatherer(mesh: Mesh) -> Any:
     def unshard_leaves(leaves: list[Any]) -> list[Any]:
         return [(x,) for x in leaves]
+
+    unshard_leaves.__qualname__ = "jaxdist.unshard"
 
     return parallel(unshard_leaves, batch_argnums=(), mesh=mesh)
 

@@ -1,7 +1,12 @@
-"""Tables as text."""
+"""Names, and tables as text."""
 
 import io
 from typing import Any
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a function, or of the class of what has none, without the functions that define it."""
+    return getattr(function, "__qualname__", type(function).__qualname__).rpartition("<locals>.")[2]
 
 
 def text_of(*parts: Any, width: int) -> str:

@@ -155,7 +155,7 @@ MUTANTS: list[Mutant] = [
     Mutant("what is restored is moved implicitly", "jaxdist/checkpoint/arrays.py", "value = jax.device_put(whole)",
            "value = jax.numpy.asarray(whole)", "tests/oracle/test_calling.py -k guard"),
     Mutant("equality of what is in shards is identity", "jaxdist/placements/layouts.py", '"eq", "ne", ', "",
-           "tests/oracle/test_zero.py -k refused_by_name"),
+           "tests/oracle/test_zero.py -k value_of_a_padded"),
     Mutant("lookups add up floats", "jaxdist/placements/lookups.py", "Partial(bits=True)", "Partial()",
            "tests/oracle/test_programs.py -k moves"),
     Mutant("the root's values are added up as floats", "jaxdist/placements/emit.py",

@@ -123,6 +123,8 @@ def _program(
 ) -> tuple[Callable[[Any], Any], Program]:
     """Return a call between devices, for the types of one array; and its program, for each process's arrays."""
     mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+    if kind == "gather":  # whose zeros, for the others, nobody gets: to choose between floats changes the bits of NaN
+        kind, options = "allgather", (("axis", 0),)
     own = NamedSharding(mesh, P())  # a lie that spares a reshape: each device holds its own
     on_each = functools.partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     function = functools.partial(getattr(in_step, kind, lambda x: x), **dict(options), groups=None)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import operator
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
@@ -9,6 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import dtypes as _dtypes
+from jax._src import named_sharding as _named_sharding
 from jax._src import shard_map as _shard_map
 from jax._src.lax import lax as _lax
 from jax._src.lax import parallel as _parallel
@@ -86,9 +89,17 @@ def _naming(mesh: jax.sharding.Mesh) -> Iterator[None]:
         mesh.__exit__(None, None, None)
 
 
-def type_values(kind: type, type_of: Callable[[Any], Any]) -> None:
-    """Let JAX ask `type_of` for the type of each value of a class, as of an argument of `jax.jit` (no public way)."""
+def stands_for_arrays(kind: type, type_of: Callable[[Any], Any]) -> None:
+    """Let JAX take values of a class as their `__jax_array__()`, of type `type_of(x)`, in all that takes arrays."""
+    # `jax.numpy` alone asks for `__jax_array__`; `jax.jit`, `jax.grad` and `jax.lax` look here (no public way).
     _core.pytype_aval_mappings[kind] = type_of
+    _dtypes.register_canonicalize_value_handler(kind, operator.methodcaller("__jax_array__"))
+
+
+class UnevenSharding(jax.sharding.NamedSharding):
+    """The sharding of a value in shards with a padded end: `jax.jit`, which has no such shards, takes it as none."""
+
+    __class__ = property(lambda self: _named_sharding.UnspecifiedValue)  # type: ignore[assignment]  # for `isinstance`
 
 
 def with_weak_type(x: Any, weak_type: bool) -> Any:

@@ -140,9 +140,15 @@ def stacked(examples: list[tuple[int, Any]]) -> Any:
     for i, example in examples:
         if example is None or form(example) != expected:
             raise ValueError(
-                f"example {i} of the data set has the shapes {jax.tree.map(np.shape, example)}, and example {first} "
-                f"{jax.tree.map(np.shape, like)}: pad or crop in transform=, and filter a stream (.to_iter_dataset())"
+                f"example {i} of the data set has the shapes {_shapes(example)}, and example {first} {_shapes(like)}: "
+                "pad or crop in transform=, and filter a stream (.to_iter_dataset())"
             )
     if any(isinstance(leaf, np.ma.MaskedArray) for leaf in jax.tree.leaves(like)):
         raise TypeError(f"example {first} of the data set has a masked array: return its data and its mask")
     return jax.tree.map(lambda *leaves: np.stack(leaves), *(example for _, example in examples))
+
+
+def _shapes(example: Any) -> str:
+    """Show shapes beside the leaves' paths, since a node of the user's own may refuse to hold them."""
+    leaves = jax.tree_util.tree_leaves_with_path(example)
+    return ", ".join(f"{jax.tree_util.keystr(path)} {np.shape(x)}".lstrip() for path, x in leaves) or repr(example)

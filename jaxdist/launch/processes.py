@@ -144,8 +144,12 @@ class Job:
             time.sleep(_LOOK_S)
 
     def _note(self, line: bytes) -> bytes:
-        """Return a line, and note the cause of a failure that a line tells, unless one is known."""
-        told = not self._cause and (b"[jaxdist rank" in line or b"PRTE" in line)  # to search each line takes time
+        """Return a line, and note the cause of a failure that a line tells, if it is the first."""
+        told = not self._failing and (b"[jaxdist rank" in line or b"PRTE" in line)  # to search each line takes time
         if told and (match := _CAUSE.search(line)):
-            self._cause, self._failing = (match[1] or match[3]).decode(errors="replace"), (match[2] or b"").decode()
+            cause = (match[1] or match[3]).decode(errors="replace")
+            if not self._cause:
+                self._cause, self._failing = cause, (match[2] or b"").decode()
+            elif self._cause in cause:  # of ranks of which none is the first: again, with the line of one
+                self._cause = cause
         return line

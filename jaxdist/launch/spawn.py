@@ -22,6 +22,7 @@ from jaxdist.control import failfast, scratch
 from jaxdist.errors import in_words
 from jaxdist.runtime.context import Context, init, started
 from jaxdist.runtime.transfer import Pickler, ResultPickler
+from jaxdist.text import name_of
 
 T = TypeVar("T")
 
@@ -112,7 +113,7 @@ def _write_task(folder: Path, fn: Callable[..., Any], args: tuple[Any, ...], kwa
         Pickler(buffer).dump((fn, args, kwargs))
     except Exception as error:
         raise TypeError(
-            f"jaxdist.spawn can't send {getattr(fn, '__qualname__', fn)!r}, or what it refers to, to the ranks: "
+            f"jaxdist.spawn can't send {name_of(fn)!r}, or what it refers to, to the ranks: "
             f"{error}. Make such things inside the function"
         ) from error
     settings = compat.settings()

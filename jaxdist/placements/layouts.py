@@ -195,16 +195,15 @@ def check_host_memory(mesh: Mesh) -> None:
 class Padded:
     """A leaf of the state in equal shards; the last ones may hold padding.
 
-    It has the leaf's logical shape. Decorated steps take and return it; elsewhere, `jaxdist.unshard` converts it, and
-    so do NumPy and ``jax.numpy`` functions if this process has all shards.
+    It has the leaf's logical shape. Decorated steps take and return it; elsewhere, `jaxdist.unshard` converts it. If
+    this process has all shards, JAX, NumPy, operators, and an array's methods get its value, a plain array.
     """
 
     __slots__ = ("_sharding", "array", "aval", "dtype", "layout", "ndim", "shape", "size", "weak_type")
 
     def __init__(self, array: jax.Array, layout: Layout):
-        self.array, self.layout, self.aval = array, layout, array.aval
-        self.dtype, self.weak_type = array.dtype, array.weak_type
-        self.shape = layout.logical(array.shape)
+        self.array, self.layout, self.aval = array, layout, _logical_type(array.aval, layout)
+        self.dtype, self.weak_type, self.shape = array.dtype, array.weak_type, self.aval.shape
         self.ndim, self.size = len(self.shape), math.prod(self.shape)
         self._sharding = _padded_sharding(array.sharding, layout)  # read by `compat.sharding_of`
 
@@ -231,16 +230,24 @@ class Padded:
 
     @property
     def _refusal(self) -> str:
+        where = "" if self.is_fully_addressable else " on several processes"
         return (
-            f"an array of shape {self.shape} is kept in shards (jaxdist.zero, level 3, or jaxdist.shard) and has no "
-            "arithmetic outside decorated functions: jaxdist.unshard(x), called by every rank, makes it complete"
+            f"an array of shape {self.shape} is in shards with a padded end{where} (jaxdist.zero, level 3, or "
+            "jaxdist.shard): decorated functions take it as an argument; elsewhere, jaxdist.unshard(x), called by "
+            "every rank, makes it complete"
         )
 
     _committed = False  # so that `jnp.zeros_like` makes a plain array
+    __array_priority__ = 100  # NumPy leaves operators to it, as to a `jax.Array`
     __hash__ = None  # type: ignore[assignment]  # as of an array
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name if name.startswith("_") else f"{name}: {self._refusal}", name=name, obj=self)
+        if name.startswith("_"):
+            raise AttributeError(name, name=name, obj=self)
+        # What NumPy's arrays have too is about the value; the rest, about devices.
+        if self.is_fully_addressable and name != "device" and (name == "at" or hasattr(np.ndarray, name)):
+            return getattr(self.__jax_array__(), name)
+        raise AttributeError(f"{name}: {self._refusal}", name=name, obj=self)
 
     def __copy__(self) -> "Padded":
         return self
@@ -252,14 +259,11 @@ class Padded:
         return jnp.asarray, (np.asarray(self),)
 
     def __jax_array__(self) -> jax.Array:
-        return jnp.asarray(np.asarray(self))
+        return compat.with_weak_type(jnp.asarray(np.asarray(self)), self.weak_type)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if not self.is_fully_addressable:
-            raise ValueError(
-                f"an array of shape {self.shape} is in shards on several processes: gather the state with "
-                "jaxdist.unshard(state), called by every rank"
-            )
+            raise ValueError(self._refusal)
         return np.asarray(self.layout.trimmed(np.asarray(self.array)), dtype)
 
     def __repr__(self) -> str:
@@ -270,27 +274,39 @@ class Padded:
         return f"Padded({self.dtype}[{','.join(dims)}], pad={pads}{f', groups={groups}' if groups > 1 else ''})"
 
 
-def _refuse(x: Padded, *_: Any) -> Any:
-    raise TypeError(x._refusal)
+def _of_value(name: str) -> Any:
+    return lambda x, *args, **kwargs: getattr(x.__jax_array__(), name)(*args, **kwargs)
 
 
-def _refuse_type(x: Padded) -> Any:
-    raise ValueError(x._refusal)  # `jax.jit` replaces a TypeError by its own
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "matmul", "and", "or", "xor",
+              "lshift", "rshift"):  # fmt: skip
+    setattr(Padded, f"__{_name}__", _of_value(f"__{_name}__"))
+    setattr(Padded, f"__r{_name}__", _of_value(f"__r{_name}__"))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "round", "getitem", "setitem", "iter",
+              "len", "float", "int", "complex", "bool", "index", "dlpack",
+              "dlpack_device"):  # fmt: skip
+    setattr(Padded, f"__{_name}__", _of_value(f"__{_name}__"))
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "matmul", "and", "or", "xor"):
-    setattr(Padded, f"__{_name}__", _refuse)
-    setattr(Padded, f"__r{_name}__", _refuse)
-for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "lshift", "rshift", "round",
-              "getitem", "iter", "len", "float", "int", "bool"):  # fmt: skip
-    setattr(Padded, f"__{_name}__", _refuse)
-compat.type_values(Padded, _refuse_type)
+def _type_of(x: Padded) -> Any:
+    if not x.is_fully_addressable:  # before `jax.jit` compiles
+        raise ValueError(x._refusal)
+    return x.aval
+
+
+compat.stands_for_arrays(Padded, _type_of)
+
+
+@functools.cache
+def _logical_type(aval: Any, layout: Layout) -> Any:
+    """Return one object per type and layout: a step recognizes its state by the identity of types."""
+    return jax.typeof(jax.ShapeDtypeStruct(layout.logical(aval.shape), aval.dtype, weak_type=aval.weak_type))
 
 
 @functools.cache
 def _padded_sharding(sharding: NamedSharding, layout: Layout) -> NamedSharding:
     """Return one object per layout: a step recognizes layouts by the sharding's identity."""
-    return NamedSharding(sharding.mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    return compat.UnevenSharding(sharding.mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def physical(x: Any) -> Any:

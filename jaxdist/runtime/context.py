@@ -265,8 +265,8 @@ def _refuse_workers() -> None:
     while frame is not None:
         if frame.f_globals.get("__name__") == "__mp_main__":
             raise RuntimeError(
-                "jaxdist.init was called in a data worker, which imports the script again and would join the job a "
-                'second time: put what the script does into a function, called under `if __name__ == "__main__":`'
+                "a data worker imports the script again, and its calls of jaxdist would join the job a second time: "
+                'put what the script does into a function, called under `if __name__ == "__main__":`'
             )
         frame = frame.f_back
 

@@ -83,7 +83,7 @@ def fair_threads(resources: Sequence[Resources], rank: int) -> int:
 def too_late(rank: int) -> RuntimeError:
     """The error of a process whose backend has started before it has joined the job."""
     return RuntimeError(
-        f"rank {rank}: a JAX backend was already in use when jaxdist.init was called, so this process can't join the "
-        "others, or have lanes. Call jaxdist.init first: before jax.distributed.initialize, jax.devices(), "
+        f"rank {rank}: a JAX backend was in use before this process joined the job, so it can't join the others, or "
+        "have lanes. Call jaxdist.init first: before jax.distributed.initialize, jax.devices(), "
         "jax.random.key(), any jnp array or jitted call (also those at the top of imported modules)"
     )

@@ -28,6 +28,7 @@ from jaxdist.step.program import Program
 from jaxdist.step.signature import Signature, flat
 from jaxdist.step.stages import Lowered, Traced
 from jaxdist.step.tracing import is_traced
+from jaxdist.text import name_of
 from jaxdist.tracebacks import api_boundary
 
 P = ParamSpec("P")
@@ -42,7 +43,7 @@ class DataParallel(Generic[P, R]):
     def __init__(self, settings: Settings):
         self._settings = settings
         step = settings.step
-        self._base = getattr(step, "__qualname__", type(step).__name__)
+        self._base = name_of(step)
         self._bound: Calls | None = None
         self.why = ""  # it has chosen its mesh
 

@@ -18,6 +18,7 @@ from jaxdist.step.calling import Settings
 from jaxdist.step.placer import Placer, spans
 from jaxdist.step.program import ProgramCache
 from jaxdist.step.signature import NUMBERS, Signature, Static, constant_text, is_array, leaf_name, with_constants
+from jaxdist.text import name_of
 
 _log = logging.getLogger("jaxdist")
 
@@ -52,7 +53,7 @@ class Reader:
             except (TypeError, ValueError):  # a memoryview
                 name = leaf_name(parameters, jax.tree_util.tree_leaves_with_path(args)[i][0])
                 raise TypeError(
-                    f"step {self.name!r}: argument {name} is of type {kind.__qualname__}, neither an array nor "
+                    f"step {self.name!r}: argument {name} is of type {name_of(kind)}, neither an array nor "
                     "hashable. If it holds arrays, register the class (jax.tree_util.register_dataclass); if it is a "
                     "constant, make it hashable (a frozen dataclass, say) or close over it"
                 ) from None

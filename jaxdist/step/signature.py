@@ -11,6 +11,8 @@ from typing import Any
 import jax
 from jax.tree_util import PyTreeDef, default_registry
 
+from jaxdist.text import name_of
+
 NUMBERS = (bool, int, float, complex)
 _DATA = (jax.Array, jax.ShapeDtypeStruct, *NUMBERS)
 
@@ -157,7 +159,7 @@ def constant_text(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"{type(value).__name__} ({', '.join(map(constant_text, value))})"
     # The text of most other objects contains an address, which differs by rank.
-    return getattr(value, "__qualname__", type(value).__qualname__)
+    return name_of(value)
 
 
 # --- parts of a result that match an argument get its layout

@@ -28,6 +28,7 @@ from jaxdist.runtime.context import get_context
 from jaxdist.step import finite, modules
 from jaxdist.step.calling import Layouts
 from jaxdist.step.signature import NUMBERS, Signature, Static, is_array, match, unflattener, with_constants
+from jaxdist.text import name_of
 
 _log = logging.getLogger("jaxdist")
 
@@ -149,7 +150,7 @@ def jaxpr_of(
     try:
         closed, axis, divided = trace(flat, _arguments(signature, avals))
     except Exception as error:
-        error.add_note(f"in the step {getattr(step, '__name__', step)!r}, decorated with jaxdist.data_parallel")
+        error.add_note(f"in the step {name_of(step)!r}, decorated with jaxdist.data_parallel")
         if "mesh context" in str(error) or "context mesh" in str(error):
             error.add_note("a step is traced without the mesh of jax.set_mesh: leave out reshard and out_sharding=")
         raise
@@ -157,7 +158,7 @@ def jaxpr_of(
         counts = {mesh.size, len(mesh.local_devices), len({d.process_index for d in mesh.devices.flat})} - {1}
         for line, count in {line: count for count, line in divided if count in counts}.items():
             say_once(
-                f"step {getattr(step, '__qualname__', step)!r} divides a sum over the axis {axis!r} by {count:g} at "
+                f"step {name_of(step)!r} divides a sum over the axis {axis!r} by {count:g} at "
                 f"{line}. The axis has size one inside a step: lax.psum(x, {axis!r}) is x, of the whole batch, and x "
                 f"over the number of devices 1/{mesh.size} of it. Write lax.pmean(x, {axis!r}), or divide by "
                 f"lax.axis_size({axis!r})"

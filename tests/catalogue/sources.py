@@ -1,10 +1,12 @@
 """What a loader reads: N different numbers an epoch, by index or one after the other."""
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import grain
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -58,6 +60,17 @@ class DataLoader:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return (np.arange(i, i + 4) for i in range(0, N - 3, 4))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Checked:
+    """A node that looks at what it is made of."""
+
+    x: Any
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.x, np.ndarray)
 
 
 class Again:
@@ -207,6 +220,11 @@ BAD: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
     (lambda epoch: [], {"shuffle": 5}, ("0 examples",)),
     (iter([1]), {}, ("list_iterator",)),
     ([np.ones(2), np.ones(3)], {"batch_size": 2, "shuffle": False}, ("(3,)", "example 1", "(2,)", "example 0")),
+    (
+        [Checked(np.ones(2)), Checked(np.ones(3))],
+        {"batch_size": 2, "shuffle": False},
+        ("x (3,)", "example 1", "x (2,)"),
+    ),
     ([{"a": 1}, {"b": 1}], {"batch_size": 2, "shuffle": False}, ("example 1",)),
     ([1, None], {"batch_size": 2, "shuffle": False}, ("example 1", "None")),
 ]

@@ -15,10 +15,12 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
 from harness.check import check_steps, close, compare, decorated, held, mesh, train_step
 from harness.errors import raises
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from optax.experimental import aggregating
 
 import jaxdist
@@ -314,17 +316,37 @@ def test_a_leaf_with_padding_looks_like_the_array() -> None:
     assert getattr(x, "unknown", None) is None
 
 
+def _of_a_model(x: Any) -> Any:
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(x)
+
+    return nnx.jit(lambda model: jnp.tanh(model.w))(Model())
+
+
 @pytest.mark.parametrize(
     "use",
-    [lambda x: x * 2, lambda x: 2 - x, lambda x: 2**x, lambda x: x // 2, lambda x: ~x, lambda x: x[0], lambda x: x @ x,
-     float, len, lambda x: x == x, lambda x: x != 0, lambda x: x < 1, jnp.sum, jnp.linalg.norm, jax.jit(lambda x: x),
-     jax.grad(jnp.sum), optax.global_norm, lambda x: x.sum(), lambda x: x.astype("int8"), jax.device_put,
-     jax.vmap(lambda x: x)],
+    [lambda x: x * 2, lambda x: 2 - x, lambda x: x // 2, lambda x: x[0], lambda x: x.T @ x, lambda x: np.ones(6) @ x,
+     lambda x: x == x, lambda x: x < 1, lambda x: 1 << x.astype(int), abs, len, list,
+     jnp.sum, jnp.linalg.norm, lambda x: jnp.where(True, x, 0), jax.jit(lambda x: x), jax.jit(jnp.tanh),
+     lambda x: jax.jit(jnp.tanh).lower(x).compile()(x), lambda x: jax.jit(lambda: lax.tanh(x))(), lax.tanh,
+     jax.nn.relu, jax.nn.softmax, jax.grad(lambda x: jnp.sum(x**2)), lambda x: jax.vjp(jnp.tanh, x)[1](x),
+     lambda x: jax.jvp(jnp.tanh, (x,), (x,)), jax.vmap(lambda x: 2 * x), jax.checkpoint(jnp.tanh), _of_a_model,
+     lambda x: lax.scan(lambda c, row: (c + row, None), x[0], x), optax.global_norm,
+     lambda x: ravel_pytree([x, x])[0], lambda x: jax.pure_callback(np.tanh, jax.ShapeDtypeStruct(x.shape, x.dtype), x),
+     lambda x: x.sum(), lambda x: x.astype("int8"), lambda x: x.at[0].set(1), jax.device_put, jax.device_get,
+     jnp.from_dlpack, lambda x: jax.eval_shape(jnp.sum, x).shape, lambda x: x.aval.shape, lambda x: jax.typeof(x).shape,
+     lambda x: jax.tree.map(jnp.shape, jax.make_jaxpr(jnp.tanh)(x).in_avals)],
 )  # fmt: skip
-def test_what_has_no_value_outside_of_a_step_is_refused_by_name(use: Callable[[Any], Any]) -> None:
+def test_one_process_has_the_value_of_a_padded_leaf_outside_of_a_step(use: Callable[[Any], Any]) -> None:
+    compare(use(jaxdist.shard(PARAMS)["w"]), use(PARAMS["w"]), 1e-15)
+
+
+def test_what_is_about_devices_is_refused_by_name() -> None:
     x = jaxdist.shard(PARAMS)["w"]
-    with raises((TypeError, ValueError, AttributeError), "jaxdist.unshard", "(6, 5)"):
-        use(x)
+    for name in ("addressable_shards", "device", "delete", "unknown"):
+        with raises(AttributeError, name, "jaxdist.unshard", "(6, 5)"):
+            getattr(x, name)
 
 
 def test_memory_counts_what_is_replicated_and_padding() -> None:

@@ -99,6 +99,10 @@ def details() -> None:
     same(jaxdist.allreduce([np.int32(odd), np.float32(0.5)]), [np.int32(odd * N), np.float32(0.5 * N)])
     same(jaxdist.allreduce(np.int8(100)), np.asarray(100 * N).astype(np.int8))  # wraps, as NumPy's does
     assert np.signbit(jaxdist.broadcast(np.float32(-0.0 if R == 1 else 1.0), 1))
+    for dtype, bits in (("bfloat16", "uint16"), ("float8_e5m2", "uint8")):
+        every = np.arange(-N * 64, 0).astype(bits)  # NaN
+        got = jaxdist.gather(np.split(every, N)[R].view(jnp.dtype(dtype)))
+        np.testing.assert_array_equal(np.asarray(got).view(bits), np.split(every, N)[R] if R else every)
     state = jax.make_array_from_process_local_data(jax.NamedSharding(ctx.mesh, P()), np.arange(3.0))
     same(jaxdist.allreduce(state, "max"), np.arange(3.0))
     kept = [(i, jaxdist.allreduce(np.full(100_000, float(i)))) for i in range(20)]

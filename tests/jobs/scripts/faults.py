@@ -343,6 +343,18 @@ def sends() -> None:
         jaxdist.recv(np.zeros(2, np.float32), 1)
 
 
+# --- calls under a condition
+
+
+def unshards_on_the_root() -> None:
+    @jaxdist.data_parallel
+    def inner(w: Any, x: Any) -> Any:
+        return descend(w, x)
+
+    w = jaxdist.shard(state())
+    jaxdist.unshard(w) if ctx.is_root else inner(w, batch())
+
+
 globals()[NAME]()
 if NAME not in ("slow", "ends_late", "error_at_exit", "undecorated", "sends"):
     print("THROUGH", flush=True)

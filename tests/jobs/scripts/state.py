@@ -34,8 +34,12 @@ def compared() -> None:
     same: dict[str, Any] = {"w": as_of_all(ONES * np.nan), "key": jax.random.key(7), "shards": shards, "host": ONES,
                             "n": 3, "nan": float("nan"), "objects": ["text", None, len]}  # fmt: skip
     jaxdist.check_sync(same)
-    with raises(ValueError, "(7,)", "jaxdist.unshard"):
-        np.asarray(shards["w"])
+    for use in (np.asarray, np.from_dlpack, jnp.sum, jax.jit(jnp.sum), jax.grad(jnp.sum), jax.lax.sin, jax.device_put,
+                optax.global_norm, lambda x: jax.eval_shape(jnp.sum, x), lambda x: x.sum(), lambda x: 1 << x,
+                lambda x: 3 in x):  # fmt: skip
+        with raises((ValueError, AttributeError), "(7,)", "several processes", "jaxdist.unshard"):
+            use(shards["w"])
+    assert shards["w"].aval.shape == (7,)
     other = ONES.copy()
     other[1, 2] += 1e-6 * ODD
     gone = jnp.ones(2)
