@@ -144,7 +144,8 @@ class Reader:
     ) -> bool:
         """Compare the ranks' values in a new call. Returns whether they confirm the batch."""
         self._check_shared(signature, everyone)
-        if self._placer.parts == 1 or not any(getattr(leaves[i], "size", 1) for i in signature.batch):
+        parts = [x for x in (leaves[i] for i in signature.batch) if not spans(physical(x))]
+        if self._placer.parts == 1 or not any(getattr(x, "size", 1) for x in parts):
             return True
         own = {i for i in differs if everyone[0][i] is not None}
         if any(i in differs for i in signature.batch):
