@@ -130,7 +130,8 @@ def refused() -> None:
             step(W, x[start : start + sizes[R]])
         close(step(W, x[ctx.rows(len(x))]), np.sum(x @ W))
     whole = jax.device_put(x[: 4 * N + 1], jax.NamedSharding(ctx.mesh, jax.P()))
-    close(jaxdist.data_parallel(lambda w, x: jnp.sum(x @ w))(W, whole), np.sum(x[: 4 * N + 1] @ W))
+    of_all = jaxdist.data_parallel(lambda w, x: jnp.sum(x @ w), batch_argnums="x")
+    close(of_all(W, whole), np.sum(x[: 4 * N + 1] @ W))
     with raises(ValueError, "empty"):
         step(W, x[:0])
     compiled = step.lower(W, x[ctx.rows(4 * N + 1)]).compile()
