@@ -103,7 +103,7 @@ def with_constants(tree: Any, leaves: Sequence[Any]) -> Any:
 
     def changed(part: Any) -> Any:
         if not _is_leaf(part):
-            return _with_children(part, map(changed, part.children()))
+            return with_children(part, map(changed, part.children()))
         return jax.tree.structure(leaf) if isinstance(leaf := next(each), Static) else part
 
     return changed(tree)
@@ -119,7 +119,7 @@ def unflattener(tree: Any) -> Callable[[Sequence[Any]], Any]:
             next(count)
             return part
         if not is_constant(part):
-            return _with_children(part, map(changed, part.children()))
+            return with_children(part, map(changed, part.children()))
         constants.append((next(count), part.node_data()[1].value))
         return _LEAF
 
@@ -136,6 +136,13 @@ def unflattener(tree: Any) -> Callable[[Sequence[Any]], Any]:
     return unflatten
 
 
+def structure_of_values(tree: Any) -> Any:
+    """Return a structure with a leaf in place of each `Static` node. No node of a user is rebuilt for it."""
+    if is_constant(tree):
+        return _LEAF
+    return tree if _is_leaf(tree) else with_children(tree, map(structure_of_values, tree.children()))
+
+
 _LEAF = jax.tree.structure(0)
 
 
@@ -148,7 +155,8 @@ def _is_leaf(tree: Any) -> bool:
     return tree == _LEAF
 
 
-def _with_children(tree: Any, children: Iterable[Any]) -> Any:
+def with_children(tree: Any, children: Iterable[Any]) -> Any:
+    """Return a structure with these ones in place of its children."""
     return PyTreeDef.from_node_data_and_children(default_registry, tree.node_data(), list(children))
 
 

@@ -5,10 +5,11 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.tree_util import treedef_tuple
 
 from jaxdist.step import modules
 from jaxdist.step.program import Program
-from jaxdist.step.signature import is_constant, unflattener
+from jaxdist.step.signature import is_constant, structure_of_values, unflattener, with_children
 from jaxdist.step.tracing import is_traced
 from jaxdist.tracebacks import api_boundary
 
@@ -26,12 +27,15 @@ class Stage(Generic[P, R]):
         self._out_tree = self._step.tree
         if modules.among(self._placed.signature.tree):  # what becomes of nnx's objects follows the step's own result
             self._out_tree = self._out_tree.children()[0]
-        self.out_tree: Any = jax.tree.structure(self.out_info)
+        self.out_tree: Any = structure_of_values(self._out_tree)
 
     def _of_arguments(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """One value for each leaf, as positional and keyword arguments."""
+        return self._as_passed(unflattener(self._placed.signature.tree)(values))
+
+    def _as_passed(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         signature = self._placed.signature
-        args, positional = unflattener(signature.tree)(values), len(signature.parameters) - len(signature.keywords)
+        positional = len(signature.parameters) - len(signature.keywords)
         dynamic = [i for i, part in enumerate(signature.tree.children()) if not is_constant(part)]
         keywords = {signature.parameters[i]: args[i] for i in dynamic if i >= positional}
         return tuple(args[i] for i in dynamic if i < positional), keywords
@@ -55,7 +59,9 @@ class Stage(Generic[P, R]):
     @property
     def in_tree(self) -> Any:
         """The structure of the pair (positional arguments, keyword arguments)."""
-        return jax.tree.structure(self._of_arguments(self._step.jaxpr.in_avals))
+        args, kwargs = self._as_passed(list(map(structure_of_values, self._placed.signature.tree.children())))
+        by_name = [kwargs[name] for name in sorted(kwargs)]
+        return treedef_tuple((treedef_tuple(args), with_children(jax.tree.structure(kwargs), by_name)))
 
     @property
     def donate_argnums(self) -> tuple[int, ...]:
