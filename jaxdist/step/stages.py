@@ -5,11 +5,10 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.tree_util import treedef_tuple
 
 from jaxdist.step import modules
 from jaxdist.step.program import Program
-from jaxdist.step.signature import is_constant, structure_of_values, unflattener, with_children
+from jaxdist.step.signature import is_constant, structure_of_values, unflattener
 from jaxdist.step.tracing import is_traced
 from jaxdist.tracebacks import api_boundary
 
@@ -31,11 +30,8 @@ class Stage(Generic[P, R]):
 
     def _of_arguments(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """One value for each leaf, as positional and keyword arguments."""
-        return self._as_passed(unflattener(self._placed.signature.tree)(values))
-
-    def _as_passed(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         signature = self._placed.signature
-        positional = len(signature.parameters) - len(signature.keywords)
+        args, positional = unflattener(signature.tree)(values), len(signature.parameters) - len(signature.keywords)
         dynamic = [i for i, part in enumerate(signature.tree.children()) if not is_constant(part)]
         keywords = {signature.parameters[i]: args[i] for i in dynamic if i >= positional}
         return tuple(args[i] for i in dynamic if i < positional), keywords
@@ -59,9 +55,7 @@ class Stage(Generic[P, R]):
     @property
     def in_tree(self) -> Any:
         """The structure of the pair (positional arguments, keyword arguments)."""
-        args, kwargs = self._as_passed(list(map(structure_of_values, self._placed.signature.tree.children())))
-        by_name = [kwargs[name] for name in sorted(kwargs)]
-        return treedef_tuple((treedef_tuple(args), with_children(jax.tree.structure(kwargs), by_name)))
+        return jax.tree.structure(self._of_arguments(self._step.jaxpr.in_avals))
 
     @property
     def donate_argnums(self) -> tuple[int, ...]:
