@@ -117,7 +117,7 @@ Results = tuple[list[Any], list[Any]]  # leaves: of the loss and the gradients, 
 
 
 def _accumulate(part: Callable[[Sequence[Any]], Results], args: Sequence[Any], batch: set[int], k: int) -> Results:
-    """Average `part` over `k` microbatches in a loop. On leaves: a user's node cannot be made of types."""
+    """Average `part` over `k` microbatches in a loop. On leaves: a user's node may refuse other values."""
 
     def split(x: Any) -> Any:  # each device's examples stay its own
         x = jnp.asarray(x)
@@ -127,13 +127,15 @@ def _accumulate(part: Callable[[Sequence[Any]], Results], args: Sequence[Any], b
         x = jnp.moveaxis(x, 0, 1)
         return x.reshape(x.shape[0] * k, *x.shape[2:])
 
-    rows = [jax.tree.map(split, a) if i in batch else None for i, a in enumerate(args)]
+    parts, structure = jax.tree.flatten([a for i, a in enumerate(args) if i in batch])
+    rows = list(map(split, parts))
 
     def one(rows: Sequence[Any]) -> Any:
-        return part([r if i in batch else a for i, (r, a) in enumerate(zip(rows, args, strict=True))])
+        own = iter(jax.tree.unflatten(structure, rows))
+        return part([next(own) if i in batch else a for i, a in enumerate(args)])
 
     # An aux leaf whose shape follows the batch has one entry per example: join the parts.
-    small = jax.eval_shape(lambda: one(jax.tree.map(lambda x: x[0], rows)))
+    small = jax.eval_shape(lambda: one([x[0] for x in rows]))
     whole = jax.eval_shape(lambda: part(args))
     kept = [a.shape != b.shape for a, b in zip(small[1], whole[1], strict=True)]
     for a, b, keep in zip(small[1], whole[1], kept, strict=True):

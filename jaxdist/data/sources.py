@@ -133,7 +133,6 @@ def digest(example: Any) -> int:
 
 def stacked(examples: list[tuple[int, Any]]) -> Any:
     """Stack examples into a batch; their indices are for messages."""
-
     form = lambda example: (jax.tree.structure(example), [np.shape(leaf) for leaf in jax.tree.leaves(example)])
     (first, like), *_ = examples
     expected = form(like)

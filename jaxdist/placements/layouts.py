@@ -283,8 +283,7 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow"
     setattr(Padded, f"__{_name}__", _of_value(f"__{_name}__"))
     setattr(Padded, f"__r{_name}__", _of_value(f"__r{_name}__"))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "round", "getitem", "setitem", "iter",
-              "len", "float", "int", "complex", "bool", "index", "dlpack",
-              "dlpack_device"):  # fmt: skip
+              "len", "float", "int", "complex", "bool", "index", "dlpack", "dlpack_device"):  # fmt: skip
     setattr(Padded, f"__{_name}__", _of_value(f"__{_name}__"))
 
 

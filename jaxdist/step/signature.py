@@ -111,21 +111,10 @@ def with_constants(tree: Any, leaves: Sequence[Any]) -> Any:
 
 def unflattener(tree: Any) -> Callable[[Sequence[Any]], Any]:
     """Return a function that makes a tree of a structure, given its leaves; `Static` nodes become their values."""
-    constants: list[tuple[int, Any]] = []  # position among all leaves, and value
-    count = itertools.count()
-
-    def changed(part: Any) -> Any:
-        if _is_leaf(part):
-            next(count)
-            return part
-        if not is_constant(part):
-            return _with_children(part, map(changed, part.children()))
-        constants.append((next(count), part.node_data()[1].value))
-        return _LEAF
-
-    whole = changed(tree)
+    constants = [(i, part.node_data()[1].value) for i, part in enumerate(_ends(tree)) if is_constant(part)]
     if not constants:
         return tree.unflatten
+    whole = structure_of_values(tree)
 
     def unflatten(leaves: Sequence[Any]) -> Any:
         merged = list(leaves)
@@ -134,6 +123,20 @@ def unflattener(tree: Any) -> Callable[[Sequence[Any]], Any]:
         return whole.unflatten(merged)
 
     return unflatten
+
+
+def structure_of_values(tree: Any) -> Any:
+    """Return a structure with a leaf in place of each `Static` node. No node of a user is rebuilt for it."""
+    if is_constant(tree):
+        return _LEAF
+    return tree if _is_leaf(tree) else _with_children(tree, map(structure_of_values, tree.children()))
+
+
+def _ends(tree: Any) -> Iterator[Any]:
+    if _is_leaf(tree) or is_constant(tree):
+        yield tree
+    for child in tree.children():
+        yield from _ends(child)
 
 
 _LEAF = jax.tree.structure(0)

@@ -8,7 +8,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jaxdist.step import modules
 from jaxdist.step.program import Program
-from jaxdist.step.signature import is_constant, unflattener
+from jaxdist.step.signature import is_constant, structure_of_values, unflattener
 from jaxdist.step.tracing import is_traced
 from jaxdist.tracebacks import api_boundary
 
@@ -26,7 +26,7 @@ class Stage(Generic[P, R]):
         self._out_tree = self._step.tree
         if modules.among(self._placed.signature.tree):  # what becomes of nnx's objects follows the step's own result
             self._out_tree = self._out_tree.children()[0]
-        self.out_tree: Any = jax.tree.structure(self.out_info)
+        self.out_tree: Any = structure_of_values(self._out_tree)
 
     def _of_arguments(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """One value for each leaf, as positional and keyword arguments."""

@@ -223,7 +223,7 @@ def nodes_that_look_at_their_children(decorate: Any) -> Any:
     @decorate
     def step(model: Any, opt: Any, x: Any, y: Any) -> Any:
         def loss_of(matrix: Matrix, x: Any, y: Any) -> Any:
-            return squares(jnp.tanh(x @ matrix.w).sum(-1), y)
+            return squares(jnp.tanh(x.w @ matrix.w).sum(-1), y)
 
         both = jaxdist.value_and_grad(loss_of, microbatches=3, batch_argnums=(1, 2))
         loss, grads = both(model, x, y)
@@ -233,7 +233,7 @@ def nodes_that_look_at_their_children(decorate: Any) -> Any:
     model: Any = Matrix(jnp.ones((3, 8)))
     opt, loss = tx.init(model), None
     for _ in range(STEPS):
-        model, opt, loss = step(model, opt, X, Y)
+        model, opt, loss = step(model, opt, Matrix(X), Y)
     return model, loss
 
 
@@ -251,6 +251,10 @@ def test_nodes_that_look_at_their_children_elsewhere(tmp_path: Path) -> None:
     same, mean = step(model, X)
     assert same.activation is jnp.tanh
     np.testing.assert_allclose(mean, jnp.tanh(X @ matrix.w).mean())
+    staged: Any = lambda model, *, x: (model, x @ model.w)
+    traced = jaxdist.data_parallel(staged).trace(matrix, x=X)
+    assert traced.out_tree == jax.tree.structure((matrix, X))
+    np.testing.assert_allclose(traced.lower().compile()(matrix, x=X)[1], X @ matrix.w)
     jaxdist.save(tmp_path, matrix, step=1)
     jaxdist.send(matrix, dst=0)
     found = [
