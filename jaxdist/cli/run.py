@@ -46,6 +46,9 @@ def run(
             help="Number of virtual CPU devices; any number of ranks that divides it gives the same bits.",
         ),
     ] = None,
+    debug: Annotated[
+        int | None, typer.Option(min=0, help="Open pdb at an uncaught exception of this rank. The others wait.")
+    ] = None,
     elastic: Annotated[
         bool,
         typer.Option(
@@ -78,7 +81,9 @@ def run(
             where = f"{len(placed) or 1} host{'s' * (len(placed) > 1)}"
             how = f"through {mpirun.version}" if mpirun else "without mpirun"
             say(f"{size} rank{'s' * (size > 1)} on {where}, {how}")
-        environment = dict[str, str]()
+        if debug is not None and debug >= size:
+            raise ValueError(f"--debug {debug}: valid: 0..{size - 1}")
+        environment = {} if debug is None else {"JAXDIST_DEBUG": str(debug)}
         if lanes:
             environment["JAXDIST_LANES"] = str(lanes)
         soon = 0  # quick failures in a row

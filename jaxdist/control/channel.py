@@ -6,6 +6,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -48,6 +49,8 @@ class Control(Process):
         self.size = size
         # For a thread of another rank to answer: Python's lock may be held, the host may be swapping.
         self.patience = min(_MOST_PATIENCE, max(_LEAST_PATIENCE, timeout))
+        self.stopped: dict[int, str] = {}  # who is in a debugger, and where, as it came: the first has the terminal
+        self._timeout, self._held_until = timeout, 0.0
         self.left: dict[int, int] = {}  # who has said goodbye, and its position
         # By rank that waits in an exchange before this one: the exchange's number and tag, and the rank's position.
         self.waiting: dict[int, tuple[int, str, Entry]] = {}
@@ -127,7 +130,7 @@ class Control(Process):
             with contextlib.suppress(queue.Empty):
                 return self._next(pause)
             known = self.whereabouts([r for r in self.others if r not in self.waiting])
-            if known is not None and timeout:
+            if known is not None and timeout and not self.held_up:
                 break
             turns += 1
             if turns.bit_count() == 1:  # 1, 2, 4, 8, ...
@@ -152,6 +155,13 @@ class Control(Process):
         """Tell one other rank, or all, something small; does not wait for them."""
         if self.size > 1 and self.is_owner():
             self._send(("post", tag, value, to))
+
+    def stop(self, at: str) -> None:
+        """Stop in a debugger at this line, once no other rank is in one; or ("") leave it."""
+        if self.size > 1 and self.is_owner():
+            self._send(("stop", at))
+            while self.stopped.get(self.rank, "") != at or (at and next(iter(self.stopped)) != self.rank):
+                time.sleep(0.01)
 
     def put(self, name: str, value: Any, to: int | None = None) -> None:
         """Leave something small and picklable for a rank, or for all others; does not wait for them."""
@@ -207,6 +217,11 @@ class Control(Process):
     def others(self) -> list[int]:
         """All ranks but this one."""
         return [r for r in range(self.size) if r != self.rank]
+
+    @property
+    def held_up(self) -> bool:
+        """Whether a debugger takes the time of a rank, or did within the timeout."""
+        return bool(self.stopped) or time.monotonic() < self._held_until
 
     @property
     def tags(self) -> set[str]:
@@ -284,6 +299,9 @@ class Control(Process):
             self.over.set()
         elif kind == "post":
             self._tell(*message[1:])
+        elif kind == "stop":
+            self.stopped = {rank: at for rank, at in {**self.stopped, message[1]: message[2]}.items() if at}
+            self._held_until = time.monotonic() + self._timeout
         elif kind in ("result", "error"):
             for rank in [r for r, (number, *_) in self.waiting.items() if number <= message[1]]:
                 del self.waiting[rank]

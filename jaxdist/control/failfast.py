@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import jax
 
 from jaxdist import compat, streams
+from jaxdist.control import debugger
 from jaxdist.control.channel import Control
 from jaxdist.control.process import SAY_SECONDS, within
 from jaxdist.control.stacks import users_line
@@ -26,7 +27,8 @@ def install(control: Control) -> None:
     # The traceback is printed, every line marked with the rank; the other ranks print one line that says which rank
     # failed and why; all end with a non-zero code. A hook that was installed before (IPython, rich) is called, too.
     # A SystemExit with a failing code on one rank ends the job too. A job of one process is left alone.
-    if control.size == 1:
+    debugger.install(control)
+    if control.size == 1 and "JAXDIST_DEBUG" not in os.environ:
         return
     previous, of_threads = sys.excepthook, threading.excepthook
 
@@ -41,6 +43,7 @@ def install(control: Control) -> None:
                 out = control.say("".join(traceback.format_exception(error)))
                 if out and previous is not sys.__excepthook__:
                     previous(kind, error, trace)
+                debugger.post_mortem(control, trace)
         finally:  # the earlier hook may raise an error, too
             end(control, error)
 

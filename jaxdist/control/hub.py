@@ -76,6 +76,9 @@ class Hub:
             _, tag, value, to = message
             for r in self.others(rank) if to is None else [to]:
                 self.send(r, ("post", tag, rank, value))
+        elif kind == "stop":
+            for r in self.others(-1):  # itself, too: all hear of them in one order
+                self.send(r, ("stop", rank, message[1]))
         elif kind == "bye":
             self.left.add(rank)
             for r in self.others(rank):

@@ -60,6 +60,8 @@ def launch(
 ) -> Ended:
     """Run a job to its end, from the main thread."""
     environment = {
+        # For a debugger: mpirun does not read a terminal of which it is not the foreground job.
+        **({"JAXDIST_TERMINAL": os.ttyname(0)} if os.isatty(0) and (not hosts or hosts[0].local) else {}),
         "JAXDIST_CONNECTOR": "env://" if mpirun is None else "mpi",
         # Python orders a set of strings anew in each process: a step that loops over one differs between ranks.
         "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),

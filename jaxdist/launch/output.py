@@ -19,7 +19,8 @@ from jaxdist.control.process import within
 # What to write for a line of a process.
 LineFilter = Callable[[bytes], bytes]
 
-_LONGEST = 1 << 20  # bytes of a line; the rest of a longer one is taken for the next
+_LONGEST = 1 << 20  # bytes of a line; a longer one is passed on in parts
+_PROMPT_MS = 100  # that a line has to end, before it is taken for one that a person is to answer
 NOT_WRITTEN = 120  # the exit code of a Python that can't write its output
 _SAY_S = 1.0  # that a word of our own may take before we go on without it
 _locks: dict[tuple[int, int], threading.Lock] = {}
@@ -38,14 +39,19 @@ class Pump(threading.Thread):
     def run(self) -> None:
         # If nobody will read any more, the process shall see it as if it had written there itself.
         with contextlib.suppress(OSError), self._source:
-            begun = b""  # of a line that has no end yet
-            while data := os.read(self._source.fileno(), 1 << 16):
+            begun, out = b"", False  # of a line that has no end yet; whether its start is out
+            number, poll = self._source.fileno(), select.poll()
+            poll.register(number, select.POLLIN)
+            while data := os.read(number, 1 << 16):
                 # Ends at \r, too: a progress bar's, which begins its line anew.
-                lines = (begun + data).splitlines(keepends=True)
-                begun = b"" if lines[-1].endswith((b"\n", b"\r")) or len(lines[-1]) > _LONGEST else lines.pop()
-                self._write(b"".join(map(self._shown, lines)))
-            if begun:
-                self._write(self._shown(begun + b"\n"))
+                *lines, begun = (begun + data).splitlines(keepends=True)
+                ends = begun.endswith((b"\n", b"\r"))
+                if ends or len(begun) > _LONGEST or not poll.poll(_PROMPT_MS):
+                    lines, begun = [*lines, begun], b""
+                self._write(b"".join([*lines[:out], *map(self._shown, lines[out:])]))
+                out = out if not lines else not ends and not begun
+            if begun or out:
+                self._write((begun if out else self._shown(begun)) + b"\n")
 
     def _write(self, lines: bytes) -> None:
         self.writing, self.since = True, time.monotonic()
