@@ -3,6 +3,7 @@
 import itertools
 import os
 import time
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -105,5 +106,7 @@ def run(
                 most -= most == size > 1
                 size = next(n for n in range(most, 0, -1) if not lanes or lanes % n == 0)
             say(f"restart {restart + 1} of {max_restarts}, with {size} rank{'s' * (size > 1)}")
+    except SyntaxError as error:
+        raise typer.Exit(typer.echo("".join(traceback.format_exception_only(error)), err=True, nl=False) or 1) from None
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

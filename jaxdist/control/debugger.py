@@ -63,7 +63,7 @@ class _Lines:
 
     def _read(self) -> str:
         path = os.environ.get("JAXDIST_TERMINAL")
-        with open(os.open(path, os.O_RDONLY | os.O_NOCTTY) if path else os.dup(0), "rb", 0) as lines:  # not a byte more
+        with os.fdopen(os.open(path, os.O_NOCTTY) if path else os.dup(0), "rb", 0) as lines:  # not a byte more
             line = lines.readline().decode(errors="replace")
         if not line:
             self._control.say("nobody answers a debugger: the standard input of rank 0 has ended")

@@ -2,10 +2,12 @@
 
 import importlib.util
 import os
+import re
 import secrets
 import shutil
 import socket
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -15,6 +17,7 @@ from jaxdist.control import scratch
 from jaxdist.launch.command import Command
 from jaxdist.launch.hosts import Host, check_hosts
 from jaxdist.launch.mpi import Mpirun, cores, find_mpirun
+from jaxdist.launch.output import say
 from jaxdist.launch.processes import Ended, Job
 
 Launcher = Literal["auto", "mpirun", "env"]  # who starts the ranks
@@ -26,6 +29,8 @@ def program_command(script: list[str]) -> list[str]:
     if first.endswith(".py") and not Path(first).is_file():
         raise ValueError(f"no such script: {first} (looked in {Path.cwd()})")
     if first == "-m" or first.endswith(".py"):
+        with warnings.catch_warnings(action="ignore"):  # a syntax error is one, and not one of each rank
+            compile(Path(first).read_bytes() if first != "-m" else "", first, "exec", dont_inherit=True)
         return [sys.executable, *script]
     # This environment's interpreter, whichever comes first on PATH.
     found = sys.executable if first in ("python", "python3") else shutil.which(first)
@@ -70,12 +75,25 @@ def launch(
     }
 
     with scratch.folder("jaxdist-run-") as folder:
+        environment["JAXDIST_JOB"] = folder
         if mpirun is not None:
             check_hosts(hosts)  # MPICH waits for ever for a host that it can't reach
             commands = [mpirun.command(command, size, hosts, environment, folder, prefix)]
         else:
             commands = _on_this_machine(command, size, environment, prefix)
-        return Job(commands).run()
+        ended = Job(commands).run()
+        here = all(host.local for host in hosts)  # where a rank that has joined says so
+        if size > 1 and ended.code == 0 and here and _uses_jax(command) and not any(Path(folder).glob("joined*")):
+            say(f"no rank has come to jaxdist.init or to a decorated step: each of the {size} has worked by itself")
+        return ended
+
+
+def _uses_jax(command: list[str]) -> bool:
+    """Whether a script imports JAX or jaxdist, and joins no job in a way of its own."""
+    module = [f"{name.replace('.', '/')}.py" for name in command[2:3] if command[1] == "-m"]
+    script = next((Path(name) for name in [*module, *command] if name.endswith(".py")), Path())
+    text = script.read_text(errors="replace") if script.is_file() else ""
+    return bool(re.search(r"^\s*(import|from) jax", text, re.M)) and not re.search("mpi4py|distributed.init", text)
 
 
 def _on_this_machine(command: list[str], size: int, environment: Mapping[str, str], prefix: bool) -> list[Command]:

@@ -1,11 +1,13 @@
 """`init`, and the `Context` it makes: who am I, who else is there, which devices are ours."""
 
+import contextlib
 import math
 import os
 import pickle
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from jax.sharding import Mesh
@@ -218,6 +220,9 @@ def init(
         timeout = _timeout(timeout)
         streams.open_closed()
         found = connectors.connect(connector, timeout=timeout, rank=rank, size=size)
+        if job := os.environ.get("JAXDIST_JOB"):  # for `jaxdist run`, if it is on this host
+            with contextlib.suppress(OSError):
+                Path(job, f"joined {os.getpid()}").touch()
         ctx = Context(found, start.control_of(found, timeout), timeout)
         failfast.install(ctx.control)  # from here on, a failure of one rank ends the job
         ctx.devices, ctx.hosts, ctx.mesh, ctx.communicator, ctx.kind = start.jax_started(
