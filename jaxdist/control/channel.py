@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from jaxdist.control import rendezvous
-from jaxdist.control.hub import Entry, Hub, lost
+from jaxdist.control.hub import EVERYONE, Entry, Hub, lost
 from jaxdist.control.keys import job_key
 from jaxdist.control.process import Process
 from jaxdist.control.rendezvous import Member
@@ -20,7 +20,7 @@ from jaxdist.errors import ControlError
 
 T = TypeVar("T")
 
-_MAIL = "mail"
+_MAIL, _STOP = "mail", "stop"
 _CHUNK = 1 << 24  # bytes of a broadcast that travel at a time
 _LEAST_PATIENCE, _MOST_PATIENCE = 3.0, 10.0  # seconds; between them the timeout
 _REMIND_SECONDS = 30.0  # until a rank that waits without a limit says so
@@ -62,7 +62,8 @@ class Control(Process):
         self._mail: dict[tuple[str, int], queue.SimpleQueue[Any]] = {}
         self.members = [Member(socket.gethostname(), os.getpid(), "127.0.0.1")]
         self._listeners: dict[str, Callable[[int, Any], None]] = {
-            _MAIL: lambda rank, mail: self._box(mail[0], rank).put(mail[1])
+            _MAIL: lambda rank, mail: self._box(mail[0], rank).put(mail[1]),
+            _STOP: self._stop,
         }
         self._exchange_lock = threading.Lock()  # one exchange at a time
         self._number = 0  # of the last one
@@ -159,7 +160,7 @@ class Control(Process):
     def stop(self, at: str) -> None:
         """Stop in a debugger at this line, once no other rank is in one; or ("") leave it."""
         if self.size > 1 and self.is_owner():
-            self._send(("stop", at))
+            self.post(_STOP, at, to=EVERYONE)
             while self.stopped.get(self.rank, "") != at or (at and next(iter(self.stopped)) != self.rank):
                 time.sleep(0.01)
 
@@ -299,15 +300,16 @@ class Control(Process):
             self.over.set()
         elif kind == "post":
             self._tell(*message[1:])
-        elif kind == "stop":
-            self.stopped = {rank: at for rank, at in {**self.stopped, message[1]: message[2]}.items() if at}
-            self._held_until = time.monotonic() + self._timeout
         elif kind in ("result", "error"):
             for rank in [r for r, (number, *_) in self.waiting.items() if number <= message[1]]:
                 del self.waiting[rank]
             self._answers.put(message)  # type: ignore[arg-type]
         elif kind == "end":
             self.end_because_of(*message[1:])
+
+    def _stop(self, rank: int, at: str) -> None:
+        self.stopped = {r: line for r, line in {**self.stopped, rank: at}.items() if line}
+        self._held_until = time.monotonic() + self._timeout
 
     def _tell(self, tag: str, rank: int, value: Any) -> None:
         if hook := self._listeners.get(tag):

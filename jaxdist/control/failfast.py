@@ -1,6 +1,7 @@
 """One rank fails, the job ends: hooks for uncaught exceptions, exit codes and Ctrl-C."""
 
 import os
+import pdb
 import sys
 import threading
 import traceback
@@ -19,6 +20,7 @@ from jaxdist.errors import ControlError, in_words, leaves, message_of
 # Errors that a rank meets because another one is gone: the cause is known a moment later.
 _AFTERMATH = (jax.errors.JaxRuntimeError, ControlError, ConnectionError)
 _CAUSE_SECONDS = 1.0
+_ALIKE_SECONDS = 3.0  # for the rank of `--debug` to meet an error that this one meets, too
 _INTERRUPTED = 130  # what shells report for Ctrl-C
 
 
@@ -43,7 +45,12 @@ def install(control: Control) -> None:
                 out = control.say("".join(traceback.format_exception(error)))
                 if out and previous is not sys.__excepthook__:
                     previous(kind, error, trace)
-                debugger.post_mortem(control, trace)
+                chosen = os.environ.get("JAXDIST_DEBUG")
+                if chosen == str(control.rank):
+                    pdb.post_mortem(trace)
+                elif chosen and not control.told_to_end(_ALIKE_SECONDS):
+                    while control.stopped and not control.told_to_end(0.1):
+                        pass
         finally:  # the earlier hook may raise an error, too
             end(control, error)
 

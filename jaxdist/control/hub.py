@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from jaxdist.control import rendezvous
 from jaxdist.control.wire import Link
 
+EVERYONE = -1  # the rank itself, too: all hear of it in one order
 PRINT_SECONDS = 0.3  # for the others to print the reason before the launcher kills them
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
@@ -74,11 +75,8 @@ class Hub:
                 self.fail(number, f"{what}. {self.where(one)}{known}")
         elif kind == "post":
             _, tag, value, to = message
-            for r in self.others(rank) if to is None else [to]:
+            for r in self.others(rank) if to is None else self.others(to) if to == EVERYONE else [to]:
                 self.send(r, ("post", tag, rank, value))
-        elif kind == "stop":
-            for r in self.others(-1):  # itself, too: all hear of them in one order
-                self.send(r, ("stop", rank, message[1]))
         elif kind == "bye":
             self.left.add(rank)
             for r in self.others(rank):

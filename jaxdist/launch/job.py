@@ -82,17 +82,15 @@ def launch(
         else:
             commands = _on_this_machine(command, size, environment, prefix)
         ended = Job(commands).run()
-        here = all(host.local for host in hosts)  # where a rank that has joined says so
-        if size > 1 and ended.code == 0 and here and _uses_jax(command) and not any(Path(folder).glob("joined*")):
+        joined = Path(folder, "joined").exists() or not all(host.local for host in hosts)  # or not to be seen from here
+        if size > 1 and ended.code == 0 and not joined and any(map(_imports_jax, command)):
             say(f"no rank has come to jaxdist.init or to a decorated step: each of the {size} has worked by itself")
         return ended
 
 
-def _uses_jax(command: list[str]) -> bool:
-    """Whether a script imports JAX or jaxdist, and joins no job in a way of its own."""
-    module = [f"{name.replace('.', '/')}.py" for name in command[2:3] if command[1] == "-m"]
-    script = next((Path(name) for name in [*module, *command] if name.endswith(".py")), Path())
-    text = script.read_text(errors="replace") if script.is_file() else ""
+def _imports_jax(name: str) -> bool:
+    """Whether a file is a script that imports JAX or jaxdist, and joins no job in a way of its own."""
+    text = Path(name).read_text(errors="replace") if name.endswith(".py") and Path(name).is_file() else ""
     return bool(re.search(r"^\s*(import|from) jax", text, re.M)) and not re.search("mpi4py|distributed.init", text)
 
 

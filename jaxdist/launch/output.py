@@ -40,11 +40,7 @@ class Pump(threading.Thread):
     def run(self) -> None:
         # If nobody will read any more, the process shall see it as if it had written there itself.
         with contextlib.suppress(OSError), self._source:
-            begun, out, data = (
-                b"",
-                False,
-                b"-",
-            )  # of a line or a block that has no end yet; whether a line's start is out
+            begun, out, data = b"", False, b"-"  # what has no end yet; whether the start of a line is out
             number, poll = self._source.fileno(), select.poll()
             poll.register(number, select.POLLIN)
             while data:

@@ -150,7 +150,7 @@ class Job:
             time.sleep(_LOOK_S)
 
     def _note(self, lines: bytes) -> bytes:
-        """Return lines without what is known better, and note the cause of a failure that they tell, unless it is known."""
+        """Return lines, without prterun's where more is known; note the first cause of a failure that they tell."""
         told = not self._cause and (b"[jaxdist rank" in lines or b"PRTE" in lines)  # to search all lines takes time
         if told and (match := _CAUSE.search(lines)):
             self._cause, self._failing = (match[1] or match[3]).decode(errors="replace"), (match[2] or b"").decode()

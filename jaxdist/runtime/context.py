@@ -220,9 +220,8 @@ def init(
         timeout = _timeout(timeout)
         streams.open_closed()
         found = connectors.connect(connector, timeout=timeout, rank=rank, size=size)
-        if job := os.environ.get("JAXDIST_JOB"):  # for `jaxdist run`, if it is on this host
-            with contextlib.suppress(OSError):
-                Path(job, f"joined {os.getpid()}").touch()
+        with contextlib.suppress(KeyError, OSError):  # no `jaxdist run`, or on another host
+            Path(os.environ["JAXDIST_JOB"], "joined").touch()
         ctx = Context(found, start.control_of(found, timeout), timeout)
         failfast.install(ctx.control)  # from here on, a failure of one rank ends the job
         ctx.devices, ctx.hosts, ctx.mesh, ctx.communicator, ctx.kind = start.jax_started(
