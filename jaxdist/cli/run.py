@@ -25,8 +25,7 @@ def run(
     ],
     is_module: Annotated[bool, typer.Option("-m", help="Run SCRIPT as a module, like `python -m`.")] = False,
     ranks: Annotated[
-        int | None,
-        typer.Option("-n", "--np", min=1, help="Number of ranks (default: 1, or all slots of the hosts)."),
+        int | None, typer.Option("-n", "--np", min=1, help="Number of ranks (default: 1, or all slots of the hosts).")
     ] = None,
     launcher: Annotated[
         Launcher, typer.Option(help="mpirun, env (jaxdist starts the ranks on this machine), or auto.")
@@ -43,8 +42,7 @@ def run(
     lanes: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            help="Number of virtual CPU devices; any number of ranks that divides it gives the same bits.",
+            min=1, help="Number of virtual CPU devices; any number of ranks that divides it gives the same bits."
         ),
     ] = None,
     debug: Annotated[
@@ -53,8 +51,7 @@ def run(
     elastic: Annotated[
         bool,
         typer.Option(
-            "--elastic",
-            help="On a restart, skip hosts that do not respond; use one rank fewer if as many ranks remain.",
+            "--elastic", help="On a restart, skip hosts that do not respond; use one rank fewer if enough remain."
         ),
     ] = False,
 ) -> None:

@@ -65,7 +65,7 @@ class Messages:
             try:
                 return ctx.control.take(name, source, _LOOK)
             except queue.Empty:
-                if not left and (time.monotonic() < end or ctx.control.held_up):
+                if not left and time.monotonic() < max(end, ctx.control.held_until):
                     continue
             self._counts[source, ctx.rank] -= 1
             why = "has left, and sent nothing" if left else f"sent nothing within {ctx.timeout:g} s"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from jaxdist.control import rendezvous
-from jaxdist.control.hub import EVERYONE, Entry, Hub, lost
+from jaxdist.control.hub import Entry, Hub, lost
 from jaxdist.control.keys import job_key
 from jaxdist.control.process import Process
 from jaxdist.control.rendezvous import Member
@@ -50,7 +50,7 @@ class Control(Process):
         # For a thread of another rank to answer: Python's lock may be held, the host may be swapping.
         self.patience = min(_MOST_PATIENCE, max(_LEAST_PATIENCE, timeout))
         self.stopped: dict[int, str] = {}  # who is in a debugger, and where, as it came: the first has the terminal
-        self._timeout, self._held_until = timeout, 0.0
+        self._timeout, self.held_until = timeout, 0.0  # when a rank that was in a debugger may be late
         self.left: dict[int, int] = {}  # who has said goodbye, and its position
         # By rank that waits in an exchange before this one: the exchange's number and tag, and the rank's position.
         self.waiting: dict[int, tuple[int, str, Entry]] = {}
@@ -131,7 +131,7 @@ class Control(Process):
             with contextlib.suppress(queue.Empty):
                 return self._next(pause)
             known = self.whereabouts([r for r in self.others if r not in self.waiting])
-            if known is not None and timeout and not self.held_up:
+            if known is not None and timeout and time.monotonic() > self.held_until:
                 break
             turns += 1
             if turns.bit_count() == 1:  # 1, 2, 4, 8, ...
@@ -160,7 +160,7 @@ class Control(Process):
     def stop(self, at: str) -> None:
         """Stop in a debugger at this line, once no other rank is in one; or ("") leave it."""
         if self.size > 1 and self.is_owner():
-            self.post(_STOP, at, to=EVERYONE)
+            self.post(_STOP, at, to=-1)  # to itself, too: all ranks hear of stops in one order
             while self.stopped.get(self.rank, "") != at or (at and next(iter(self.stopped)) != self.rank):
                 time.sleep(0.01)
 
@@ -220,11 +220,6 @@ class Control(Process):
         return [r for r in range(self.size) if r != self.rank]
 
     @property
-    def held_up(self) -> bool:
-        """Whether a debugger takes the time of a rank, or did within the timeout."""
-        return bool(self.stopped) or time.monotonic() < self._held_until
-
-    @property
     def tags(self) -> set[str]:
         """The exchanges in which other ranks wait."""
         return {tag for _, tag, _ in list(self.waiting.values())}
@@ -245,7 +240,6 @@ class Control(Process):
 
     def _send(self, message: tuple[Any, ...], *, last: bool = False) -> None:
         """Tell the hub, from any thread; wait until it is out if it is the `last` that this process may have to say."""
-
         if threading.current_thread() is self._thread:
             self._tell_hub(message)
             return
@@ -309,7 +303,7 @@ class Control(Process):
 
     def _stop(self, rank: int, at: str) -> None:
         self.stopped = {r: line for r, line in {**self.stopped, rank: at}.items() if line}
-        self._held_until = time.monotonic() + self._timeout
+        self.held_until = float("inf") if self.stopped else time.monotonic() + self._timeout
 
     def _tell(self, tag: str, rank: int, value: Any) -> None:
         if hook := self._listeners.get(tag):

@@ -22,12 +22,16 @@ def install(control: Control) -> None:
     def readline() -> str:
         print(flush=True)  # mpirun does not pass a prompt on before its line ends
         control.post(_LINE, None, to=0)  # launchers pass their input to rank 0, and to the others none
-        return control.take(_LINE, 0, None) if control.size > 1 else _read(control)
+        return control.take(_LINE, 0, None) if control.size > 1 and control.is_owner() else _read(control)
 
     lines: Any = SimpleNamespace(readline=readline)  # all that input() needs
 
     def interaction(self: pdb.Pdb, frame: FrameType | None, traceback: TracebackType | None) -> None:
-        at = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else users_line(traceback)
+        at = (
+            f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            if frame
+            else users_line(getattr(traceback, "__traceback__", traceback))
+        )
         if "(Pdb)" in self.prompt:  # a new one
             control.say(f"in a debugger at {at}" + ": the other ranks wait" * (control.size > 1))
             self.prompt = f"(Pdb, rank {control.rank}) "

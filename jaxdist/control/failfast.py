@@ -70,6 +70,7 @@ def end(control: Control, error: BaseException) -> NoReturn:
     interrupted = isinstance(error, KeyboardInterrupt)
     control.hold(quiet=interrupted)
     aftermath = all(issubclass(type(one), _AFTERMATH) or "/gloo/" in message_of(one) for one in leaves(error))
+    aftermath |= getattr(error, "elsewhere", False)
     if aftermath and control.told_to_end(_CAUSE_SECONDS):
         control.depart(control.code)
     line = users_line(error.__traceback__)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from jaxdist.control import rendezvous
 from jaxdist.control.wire import Link
 
-EVERYONE = -1  # the rank itself, too: all hear of it in one order
 PRINT_SECONDS = 0.3  # for the others to print the reason before the launcher kills them
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
@@ -75,7 +74,7 @@ class Hub:
                 self.fail(number, f"{what}. {self.where(one)}{known}")
         elif kind == "post":
             _, tag, value, to = message
-            for r in self.others(rank) if to is None else self.others(to) if to == EVERYONE else [to]:
+            for r in self.others(rank) if to is None else self.others(-1) if to == -1 else [to]:
                 self.send(r, ("post", tag, rank, value))
         elif kind == "bye":
             self.left.add(rank)

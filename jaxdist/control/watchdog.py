@@ -130,7 +130,7 @@ class Watchdog:
         where = f"{call.what}: rank {self._control.rank} has waited for {time.monotonic() - call.since:.0f} s"
         if call.finished() or newest.finished():  # while we asked
             return
-        if absent is not None and self._control.held_up:
+        if absent is not None and time.monotonic() < self._control.held_until:
             self._control.say(f"{where}: {absent}")
         elif absent is not None:
             self._control.fail(

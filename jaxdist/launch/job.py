@@ -7,7 +7,6 @@ import secrets
 import shutil
 import socket
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -29,8 +28,7 @@ def program_command(script: list[str]) -> list[str]:
     if first.endswith(".py") and not Path(first).is_file():
         raise ValueError(f"no such script: {first} (looked in {Path.cwd()})")
     if first == "-m" or first.endswith(".py"):
-        with warnings.catch_warnings(action="ignore"):  # a syntax error is one, and not one of each rank
-            compile(Path(first).read_bytes() if first != "-m" else "", first, "exec", dont_inherit=True)
+        compile(Path(first).read_bytes() if first != "-m" else "", first, "exec")  # not a syntax error of each rank
         return [sys.executable, *script]
     # This environment's interpreter, whichever comes first on PATH.
     found = sys.executable if first in ("python", "python3") else shutil.which(first)
@@ -73,7 +71,6 @@ def launch(
         **({} if mpirun and hosts else _threads(size)),
         **environment,
     }
-
     with scratch.folder("jaxdist-run-") as folder:
         environment["JAXDIST_JOB"] = folder
         if mpirun is not None:
@@ -110,7 +107,6 @@ def _on_this_machine(command: list[str], size: int, environment: Mapping[str, st
         # Keeps other users of this machine out of the job's control channel.
         "JAXDIST_SECRET": secrets.token_hex(16),
     }
-
     return [
         Command(
             name=f"rank {rank}",

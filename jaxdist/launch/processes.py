@@ -58,8 +58,7 @@ class Job:
         self._running: dict[str, Child] = {}  # those that have not ended
         self._failed: dict[str, int] = {}  # exit codes, in the order in which they were seen
         self._cause = self._failing = ""  # the first cause of a failure that a line names, and its rank
-        self._heard: list[int] = []  # signals
-        self._asked = False  # whether one has come
+        self._heard, self._asked = list[int](), False  # signals; whether one has come
 
     def run(self) -> Ended:
         """Run the commands to their end, from the main thread."""
