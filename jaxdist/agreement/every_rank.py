@@ -43,7 +43,9 @@ def on_every_rank(
     if kinds := {rank: kind for rank, (description, kind, _) in enumerate(said) if description.problem}:
         first = min(kinds.values())
         problems = {rank: everyone[rank].problem for rank, kind in kinds.items() if kind == first}
-        raise raises[first](first_problem(call, problems)) from mistake
+        error = raises[first](first_problem(call, problems))
+        setattr(error, "elsewhere", mistake is None)  # noqa: B010  # the job ends for that of the rank which failed
+        raise error from mistake
     if any(description != own[0] for description in everyone):
         raise raises[0](difference(everyone, advice))
     assert mine is not None

@@ -4,6 +4,8 @@ Orbax can read them too, but a failed read closes its event loop, and all others
 """
 
 import functools
+import logging
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +24,8 @@ from jaxdist.mesh import from_host
 from jaxdist.placements.layouts import Bounds, Padded, bounds
 from jaxdist.step.batch import is_keys
 
+# Of orbax, which raises these errors, too.
+logging.getLogger("absl").addFilter(lambda record: "_SignalingThread" not in record.getMessage())
 _INDEX_IN_MEMORY = 100_000_000  # bytes of the database's index; without a limit nothing is cached
 
 
@@ -35,7 +39,15 @@ def write(arrays: dict[Name, Any], item: Path, rank: int) -> None:
         functools.reduce(lambda node, key: node.setdefault(key, {}), above, tree)[last] = value
     # Orbax's other processes wait ten minutes for the root to make this folder, even if the root has failed.
     (item / "array_metadatas").mkdir(exist_ok=True)
-    _handler(rank).save(epath.Path(item), args=ocp.args.PyTreeSave(tree))
+    try:
+        _handler(rank).save(epath.Path(item), args=ocp.args.PyTreeSave(tree))
+    except Exception:
+        shards = [s.data for x in arrays.values() for s in getattr(x, "addressable_shards", ())] or arrays.values()
+        size, free = sum(x.nbytes for x in shards), shutil.disk_usage(item).free
+        if size <= free:
+            raise
+        room = f"{size:,} bytes to write, {free:,} free, {size - free:,} missing"
+        raise CheckpointError(f"no space left for {item}: {room}") from None
 
 
 def finalize(item: Path, padded: dict[Name, tuple[int, ...]]) -> None:

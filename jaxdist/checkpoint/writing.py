@@ -55,7 +55,7 @@ class Saving:
             seconds *= 2
         if (error := self._end.exception()) and not self._told:
             self._told = True
-            raise error
+            raise error.with_traceback(None)
 
 
 def await_pending() -> None:
@@ -133,7 +133,7 @@ def save(
     errors, advice = (CheckpointError, FileExistsError, ValueError, TypeError, ImportError), "Pass the same everywhere"
     (final, leaves), tokens = on_every_rank(ctx, "save", prepare, raises=errors, advice=advice)
     parts = {name: _part(ctx, x, copy=not wait) for name, x in leaves.items()}
-    token = tokens[0]
+    token, unchanged = tokens[0], f"checkpoint {final} was not written (earlier ones are unchanged)"
     # A new name, so leftovers of a killed job do not matter.
     temporary = final.with_name(f"{step}.{token}{directory.UNFINISHED}")
 
@@ -145,7 +145,7 @@ def save(
             return [mine if rank == ctx.rank else ctx.control.take(tag, rank, None) for rank in range(ctx.size)]
 
         part = lambda: Part(None, told=work())
-        return on_every_rank(ctx, "save", part, raises=(CheckpointError,), exchange=exchange)[1]
+        return on_every_rank(ctx, unchanged, part, raises=(CheckpointError,), exchange=exchange)[1]
 
     def write() -> None:
         try:
@@ -154,7 +154,8 @@ def save(
         except BaseException as error:
             if ctx.is_root:
                 shutil.rmtree(temporary, ignore_errors=True)
-            unchanged = f"checkpoint {final} was not written (earlier ones are unchanged)"
+            if ctx.size > 1 and isinstance(error, CheckpointError):  # of all ranks
+                raise error from None if isinstance(error.__cause__, CheckpointError) else error.__cause__
             raise CheckpointError(f"{unchanged}: {in_words(error)}") from error
         if ctx.is_root:
             directory.tidy(final, keep)

@@ -35,8 +35,7 @@ def plan(
     fitted: Annotated[
         bool,
         typer.Option(
-            "--fit",
-            help="Find the fastest ZeRO level and sharding groups (all devices, or each host) that fit.",
+            "--fit", help="Find the fastest ZeRO level and sharding groups (all devices, or each host) that fit."
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of tables.")] = False,
@@ -57,10 +56,7 @@ def plan(
             raise ValueError(f"--levels {levels}: expected comma-separated numbers from 0 to 3")
         if mesh == "auto" and not fitted:
             raise ValueError("--mesh auto needs --fit, which chooses between meshes")
-        how: dict[str, Any] = {
-            "topology": topology,
-            "levels": [int(level) for level in chosen if level],
-        }
+        how: dict[str, Any] = {"topology": topology, "levels": [int(level) for level in chosen if level]}
         if mesh:
             how["mesh"] = mesh if mesh == "auto" else _pairs(mesh.split(","), "--mesh AXIS=SIZE,...")
         made = _function(what)(**_pairs(options or [], "NAME=VALUE"))

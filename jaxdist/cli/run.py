@@ -3,6 +3,7 @@
 import itertools
 import os
 import time
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -24,8 +25,7 @@ def run(
     ],
     is_module: Annotated[bool, typer.Option("-m", help="Run SCRIPT as a module, like `python -m`.")] = False,
     ranks: Annotated[
-        int | None,
-        typer.Option("-n", "--np", min=1, help="Number of ranks (default: 1, or all slots of the hosts)."),
+        int | None, typer.Option("-n", "--np", min=1, help="Number of ranks (default: 1, or all slots of the hosts).")
     ] = None,
     launcher: Annotated[
         Launcher, typer.Option(help="mpirun, env (jaxdist starts the ranks on this machine), or auto.")
@@ -42,15 +42,16 @@ def run(
     lanes: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            help="Number of virtual CPU devices; any number of ranks that divides it gives the same bits.",
+            min=1, help="Number of virtual CPU devices; any number of ranks that divides it gives the same bits."
         ),
+    ] = None,
+    debug: Annotated[
+        int | None, typer.Option(min=0, help="Open pdb at an uncaught exception of this rank. The others wait.")
     ] = None,
     elastic: Annotated[
         bool,
         typer.Option(
-            "--elastic",
-            help="On a restart, skip hosts that do not respond; use one rank fewer if as many ranks remain.",
+            "--elastic", help="On a restart, skip hosts that do not respond; use one rank fewer if enough remain."
         ),
     ] = False,
 ) -> None:
@@ -78,7 +79,9 @@ def run(
             where = f"{len(placed) or 1} host{'s' * (len(placed) > 1)}"
             how = f"through {mpirun.version}" if mpirun else "without mpirun"
             say(f"{size} rank{'s' * (size > 1)} on {where}, {how}")
-        environment = dict[str, str]()
+        if debug is not None and debug >= size:
+            raise ValueError(f"--debug {debug}: valid: 0..{size - 1}")
+        environment = {} if debug is None else {"JAXDIST_DEBUG": str(debug)}
         if lanes:
             environment["JAXDIST_LANES"] = str(lanes)
         soon = 0  # quick failures in a row
@@ -100,5 +103,7 @@ def run(
                 most -= most == size > 1
                 size = next(n for n in range(most, 0, -1) if not lanes or lanes % n == 0)
             say(f"restart {restart + 1} of {max_restarts}, with {size} rank{'s' * (size > 1)}")
+    except SyntaxError as error:
+        raise typer.Exit(typer.echo("".join(traceback.format_exception_only(error)), err=True, nl=False) or 1) from None
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

@@ -63,9 +63,9 @@ class Messages:
         while True:
             left = source in ctx.control.left  # known before the look that finds nothing
             try:
-                return ctx.control.take(name, source, min(_LOOK, max(0.001, end - time.monotonic())))
+                return ctx.control.take(name, source, _LOOK)
             except queue.Empty:
-                if not left and time.monotonic() < end:
+                if not left and time.monotonic() < max(end, ctx.control.held_until):
                     continue
             self._counts[source, ctx.rank] -= 1
             why = "has left, and sent nothing" if left else f"sent nothing within {ctx.timeout:g} s"

@@ -47,11 +47,7 @@ def choose(env: Mapping[str, str] | None = None) -> str:
 
 
 def connect(
-    spec: str | Connector | Any = "auto",
-    *,
-    timeout: float = 300.0,
-    rank: int | None = None,
-    size: int | None = None,
+    spec: str | Connector | Any = "auto", *, timeout: float = 300.0, rank: int | None = None, size: int | None = None
 ) -> Connector:
     """Make the connector that `spec` names, with everyone there, or check the object that it is."""
     found = _made(spec, timeout, rank, size)

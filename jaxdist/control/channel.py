@@ -6,6 +6,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from jaxdist.errors import ControlError
 
 T = TypeVar("T")
 
-_MAIL = "mail"
+_MAIL, _STOP = "mail", "stop"
 _CHUNK = 1 << 24  # bytes of a broadcast that travel at a time
 _LEAST_PATIENCE, _MOST_PATIENCE = 3.0, 10.0  # seconds; between them the timeout
 _REMIND_SECONDS = 30.0  # until a rank that waits without a limit says so
@@ -48,6 +49,8 @@ class Control(Process):
         self.size = size
         # For a thread of another rank to answer: Python's lock may be held, the host may be swapping.
         self.patience = min(_MOST_PATIENCE, max(_LEAST_PATIENCE, timeout))
+        self.stopped: dict[int, str] = {}  # who is in a debugger, and where, as it came: the first has the terminal
+        self._timeout, self.held_until = timeout, 0.0  # when a rank that was in a debugger may be late
         self.left: dict[int, int] = {}  # who has said goodbye, and its position
         # By rank that waits in an exchange before this one: the exchange's number and tag, and the rank's position.
         self.waiting: dict[int, tuple[int, str, Entry]] = {}
@@ -59,7 +62,8 @@ class Control(Process):
         self._mail: dict[tuple[str, int], queue.SimpleQueue[Any]] = {}
         self.members = [Member(socket.gethostname(), os.getpid(), "127.0.0.1")]
         self._listeners: dict[str, Callable[[int, Any], None]] = {
-            _MAIL: lambda rank, mail: self._box(mail[0], rank).put(mail[1])
+            _MAIL: lambda rank, mail: self._box(mail[0], rank).put(mail[1]),
+            _STOP: self._stop,
         }
         self._exchange_lock = threading.Lock()  # one exchange at a time
         self._number = 0  # of the last one
@@ -127,7 +131,7 @@ class Control(Process):
             with contextlib.suppress(queue.Empty):
                 return self._next(pause)
             known = self.whereabouts([r for r in self.others if r not in self.waiting])
-            if known is not None and timeout:
+            if known is not None and timeout and time.monotonic() > self.held_until:
                 break
             turns += 1
             if turns.bit_count() == 1:  # 1, 2, 4, 8, ...
@@ -152,6 +156,13 @@ class Control(Process):
         """Tell one other rank, or all, something small; does not wait for them."""
         if self.size > 1 and self.is_owner():
             self._send(("post", tag, value, to))
+
+    def stop(self, at: str) -> None:
+        """Stop in a debugger at this line, once no other rank is in one; or ("") leave it."""
+        if self.size > 1 and self.is_owner():
+            self.post(_STOP, at, to=-1)  # to itself, too: all ranks hear of stops in one order
+            while self.stopped.get(self.rank, "") != at or (at and next(iter(self.stopped)) != self.rank):
+                time.sleep(0.01)
 
     def put(self, name: str, value: Any, to: int | None = None) -> None:
         """Leave something small and picklable for a rank, or for all others; does not wait for them."""
@@ -229,7 +240,6 @@ class Control(Process):
 
     def _send(self, message: tuple[Any, ...], *, last: bool = False) -> None:
         """Tell the hub, from any thread; wait until it is out if it is the `last` that this process may have to say."""
-
         if threading.current_thread() is self._thread:
             self._tell_hub(message)
             return
@@ -290,6 +300,10 @@ class Control(Process):
             self._answers.put(message)  # type: ignore[arg-type]
         elif kind == "end":
             self.end_because_of(*message[1:])
+
+    def _stop(self, rank: int, at: str) -> None:
+        self.stopped = {r: line for r, line in {**self.stopped, rank: at}.items() if line}
+        self.held_until = float("inf") if self.stopped else time.monotonic() + self._timeout
 
     def _tell(self, tag: str, rank: int, value: Any) -> None:
         if hook := self._listeners.get(tag):

@@ -1,6 +1,7 @@
 """One rank fails, the job ends: hooks for uncaught exceptions, exit codes and Ctrl-C."""
 
 import os
+import pdb
 import sys
 import threading
 import traceback
@@ -10,6 +11,7 @@ from typing import Any, NoReturn
 import jax
 
 from jaxdist import compat, streams
+from jaxdist.control import debugger
 from jaxdist.control.channel import Control
 from jaxdist.control.process import SAY_SECONDS, within
 from jaxdist.control.stacks import users_line
@@ -18,6 +20,7 @@ from jaxdist.errors import ControlError, in_words, leaves, message_of
 # Errors that a rank meets because another one is gone: the cause is known a moment later.
 _AFTERMATH = (jax.errors.JaxRuntimeError, ControlError, ConnectionError)
 _CAUSE_SECONDS = 1.0
+_ALIKE_SECONDS = 3.0  # for the rank of `--debug` to meet an error that this one meets, too
 _INTERRUPTED = 130  # what shells report for Ctrl-C
 
 
@@ -26,7 +29,8 @@ def install(control: Control) -> None:
     # The traceback is printed, every line marked with the rank; the other ranks print one line that says which rank
     # failed and why; all end with a non-zero code. A hook that was installed before (IPython, rich) is called, too.
     # A SystemExit with a failing code on one rank ends the job too. A job of one process is left alone.
-    if control.size == 1:
+    debugger.install(control)
+    if control.size == 1 and "JAXDIST_DEBUG" not in os.environ:
         return
     previous, of_threads = sys.excepthook, threading.excepthook
 
@@ -41,6 +45,12 @@ def install(control: Control) -> None:
                 out = control.say("".join(traceback.format_exception(error)))
                 if out and previous is not sys.__excepthook__:
                     previous(kind, error, trace)
+                chosen = os.environ.get("JAXDIST_DEBUG")
+                if chosen == str(control.rank):
+                    pdb.post_mortem(trace)
+                elif chosen and not control.told_to_end(_ALIKE_SECONDS):
+                    while control.stopped and not control.told_to_end(0.1):
+                        pass
         finally:  # the earlier hook may raise an error, too
             end(control, error)
 
@@ -60,6 +70,7 @@ def end(control: Control, error: BaseException) -> NoReturn:
     interrupted = isinstance(error, KeyboardInterrupt)
     control.hold(quiet=interrupted)
     aftermath = all(issubclass(type(one), _AFTERMATH) or "/gloo/" in message_of(one) for one in leaves(error))
+    aftermath |= getattr(error, "elsewhere", False)
     if aftermath and control.told_to_end(_CAUSE_SECONDS):
         control.depart(control.code)
     line = users_line(error.__traceback__)

@@ -74,7 +74,7 @@ class Hub:
                 self.fail(number, f"{what}. {self.where(one)}{known}")
         elif kind == "post":
             _, tag, value, to = message
-            for r in self.others(rank) if to is None else [to]:
+            for r in self.others(rank) if to is None else self.others(-1) if to == -1 else [to]:
                 self.send(r, ("post", tag, rank, value))
         elif kind == "bye":
             self.left.add(rank)

@@ -97,7 +97,9 @@ class Watchdog:
         absent = []
         for rank in ranks:
             who, report = self._control.who(rank), reports.get(rank)
-            if report is None:
+            if rank in self._control.stopped:
+                absent.append(f"{who} is in a debugger at {self._control.stopped[rank]}")
+            elif report is None:
                 absent.append(f"{who} {_SILENT}")
             elif report.position >= position > 0:
                 if report.failed[0] >= position:
@@ -128,7 +130,9 @@ class Watchdog:
         where = f"{call.what}: rank {self._control.rank} has waited for {time.monotonic() - call.since:.0f} s"
         if call.finished() or newest.finished():  # while we asked
             return
-        if absent is not None:
+        if absent is not None and time.monotonic() < self._control.held_until:
+            self._control.say(f"{where}: {absent}")
+        elif absent is not None:
             self._control.fail(
                 f"{where}, and not every rank has come to it: {absent}. Every rank must make the same calls. If "
                 f"one may be late by more than {self._timeout:g} s, say so: jaxdist.init(timeout=...)"

@@ -102,7 +102,7 @@ def under_mpirun() -> list[str]:
 class Child:
     """A command that runs, the leader of a group and a session."""
 
-    def __init__(self, command: Command, note: Callable[[bytes], bytes]):
+    def __init__(self, command: Command, note: LineFilter):
         self._is_mpirun = command.is_mpirun
         become = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), str(int(command.death_signal))]
         self.process = subprocess.Popen(
@@ -114,8 +114,8 @@ class Child:
         )
         assert self.process.stdout is not None
         assert self.process.stderr is not None
-        shown: LineFilter = lambda line: command.line_filter(note(line))
-        self.pumps = Pump(self.process.stdout, sys.stdout, shown), Pump(self.process.stderr, sys.stderr, shown)
+        pipes = (self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr)
+        self.pumps = [Pump(source, target, command.line_filter, note) for source, target in pipes]
 
     def exit_code(self) -> int | None:
         """Return its exit code as a shell would, or None while it runs."""

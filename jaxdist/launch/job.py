@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -15,6 +16,7 @@ from jaxdist.control import scratch
 from jaxdist.launch.command import Command
 from jaxdist.launch.hosts import Host, check_hosts
 from jaxdist.launch.mpi import Mpirun, cores, find_mpirun
+from jaxdist.launch.output import say
 from jaxdist.launch.processes import Ended, Job
 
 Launcher = Literal["auto", "mpirun", "env"]  # who starts the ranks
@@ -26,6 +28,7 @@ def program_command(script: list[str]) -> list[str]:
     if first.endswith(".py") and not Path(first).is_file():
         raise ValueError(f"no such script: {first} (looked in {Path.cwd()})")
     if first == "-m" or first.endswith(".py"):
+        compile(Path(first).read_bytes() if first != "-m" else "", first, "exec")  # not a syntax error of each rank
         return [sys.executable, *script]
     # This environment's interpreter, whichever comes first on PATH.
     found = sys.executable if first in ("python", "python3") else shutil.which(first)
@@ -60,20 +63,32 @@ def launch(
 ) -> Ended:
     """Run a job to its end, from the main thread."""
     environment = {
+        # For a debugger: mpirun does not read a terminal of which it is not the foreground job.
+        **({"JAXDIST_TERMINAL": os.ttyname(0)} if os.isatty(0) and (not hosts or hosts[0].local) else {}),
         "JAXDIST_CONNECTOR": "env://" if mpirun is None else "mpi",
         # Python orders a set of strings anew in each process: a step that loops over one differs between ranks.
         "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
         **({} if mpirun and hosts else _threads(size)),
         **environment,
     }
-
     with scratch.folder("jaxdist-run-") as folder:
+        environment["JAXDIST_JOB"] = folder
         if mpirun is not None:
             check_hosts(hosts)  # MPICH waits for ever for a host that it can't reach
             commands = [mpirun.command(command, size, hosts, environment, folder, prefix)]
         else:
             commands = _on_this_machine(command, size, environment, prefix)
-        return Job(commands).run()
+        ended = Job(commands).run()
+        joined = Path(folder, "joined").exists() or not all(host.local for host in hosts)  # or not to be seen from here
+        if size > 1 and ended.code == 0 and not joined and any(map(_imports_jax, command)):
+            say(f"no rank has come to jaxdist.init or to a decorated step: each of the {size} has worked by itself")
+        return ended
+
+
+def _imports_jax(name: str) -> bool:
+    """Whether a file is a script that imports JAX or jaxdist, and joins no job in a way of its own."""
+    text = Path(name).read_text(errors="replace") if name.endswith(".py") and Path(name).is_file() else ""
+    return bool(re.search(r"^\s*(import|from) jax", text, re.M)) and not re.search("mpi4py|distributed.init", text)
 
 
 def _on_this_machine(command: list[str], size: int, environment: Mapping[str, str], prefix: bool) -> list[Command]:
@@ -92,7 +107,6 @@ def _on_this_machine(command: list[str], size: int, environment: Mapping[str, st
         # Keeps other users of this machine out of the job's control channel.
         "JAXDIST_SECRET": secrets.token_hex(16),
     }
-
     return [
         Command(
             name=f"rank {rank}",

@@ -16,10 +16,12 @@ from typing import IO, TextIO
 
 from jaxdist.control.process import within
 
-# What to write for a line of a process.
+# What to write for a line of a process, or for several.
 LineFilter = Callable[[bytes], bytes]
 
-_LONGEST = 1 << 20  # bytes of a line; the rest of a longer one is taken for the next
+_LONGEST = 1 << 20  # bytes of a line; a longer one is passed on in parts
+_RULE = b"-" * 74 + b"\n"  # above and below what prterun says, which is passed on in one piece
+_PROMPT_MS = 100  # that a line has to end, before it is taken for one that a person is to answer
 NOT_WRITTEN = 120  # the exit code of a Python that can't write its output
 _SAY_S = 1.0  # that a word of our own may take before we go on without it
 _locks: dict[tuple[int, int], threading.Lock] = {}
@@ -28,29 +30,37 @@ _locks: dict[tuple[int, int], threading.Lock] = {}
 class Pump(threading.Thread):
     """Passes lines on from a process's pipe."""
 
-    def __init__(self, source: IO[bytes], target: TextIO, shown: LineFilter) -> None:
+    def __init__(self, source: IO[bytes], target: TextIO, shown: LineFilter, note: LineFilter) -> None:
         super().__init__(daemon=True)
         self.writing, self.since = False, 0.0  # whether it waits for who reads, or for the process; since when
         self.problem = ""
-        self._source, self._target, self._shown = source, target, shown
+        self._source, self._target, self._shown, self._note = source, target, shown, note
         self.start()
 
     def run(self) -> None:
         # If nobody will read any more, the process shall see it as if it had written there itself.
         with contextlib.suppress(OSError), self._source:
-            begun = b""  # of a line that has no end yet
-            while data := os.read(self._source.fileno(), 1 << 16):
-                # Ends at \r, too: a progress bar's, which begins its line anew.
-                lines = (begun + data).splitlines(keepends=True)
-                begun = b"" if lines[-1].endswith((b"\n", b"\r")) or len(lines[-1]) > _LONGEST else lines.pop()
-                self._write(b"".join(map(self._shown, lines)))
-            if begun:
-                self._write(self._shown(begun + b"\n"))
+            begun, out, data = b"", False, b"-"  # what has no end yet; whether the start of a line is out
+            number, poll = self._source.fileno(), select.poll()
+            poll.register(number, select.POLLIN)
+            while data:
+                data = os.read(number, 1 << 16)
+                text = begun + data
+                # A line ends at \r, too: a progress bar's, which begins it anew.
+                end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+                end = text.rfind(_RULE) if text.count(_RULE) % 2 else end
+                if not data or len(text) - end > _LONGEST or (end < len(text) and not poll.poll(_PROMPT_MS)):
+                    end = len(text)
+                lines, begun = text[:end].splitlines(keepends=True), text[end:]
+                self._write(b"".join([*lines[:out], *map(self._shown, lines[out:])]))
+                out = text[end - 1] not in b"\r\n" if end else out
+            if out:
+                self._write(b"\n")
 
     def _write(self, lines: bytes) -> None:
         self.writing, self.since = True, time.monotonic()
         try:
-            write(self._target, lines)
+            write(self._target, self._note(lines))
         except OSError as error:
             if not isinstance(error, BrokenPipeError):
                 self.problem = error.strerror or str(error)

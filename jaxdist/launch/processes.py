@@ -34,6 +34,11 @@ _CAUSE = re.compile(
     rb"|.*(?:the ranks make different calls|has finished after|not every rank has come).*)"
     rb"|(PRTE has lost communication.*)"
 )
+# What prterun prints of a rank that ended in its own way. (`--quiet`, which its text offers, is no option of mpirun's.)
+_ECHO = re.compile(
+    rb"-{74}\nprterun (?:has exited due|detected that one or more processes exited)(?:.*\n)*?"
+    rb"(?: +Process name: \[\S*,(\d+)\]\n.*\n)?-{74}\n"
+)
 
 
 class Ended(NamedTuple):
@@ -53,7 +58,7 @@ class Job:
         self._running: dict[str, Child] = {}  # those that have not ended
         self._failed: dict[str, int] = {}  # exit codes, in the order in which they were seen
         self._cause = self._failing = ""  # the first cause of a failure that a line names, and its rank
-        self._heard: list[int] = []  # signals
+        self._heard, self._asked = list[int](), False  # signals; whether one has come
 
     def run(self) -> Ended:
         """Run the commands to their end, from the main thread."""
@@ -87,16 +92,16 @@ class Job:
     def _supervised(self) -> Ended:
         ended: Ended | None = None
         kill_at = decide_at = math.inf
-        look_at, asked, stuck = time.monotonic() + _STUCK_S, False, 0
+        look_at, stuck = time.monotonic() + _STUCK_S, 0
         while self._running or (self._failed and ended is None):
             time.sleep(_LOOK_S)
             now = time.monotonic()
             while self._heard:
                 number = signal.Signals(self._heard.pop(0))
-                if asked:
+                if self._asked:
                     kill_at = 0.0
                     continue
-                asked, kill_at = True, min(kill_at, now + _SIGNAL_GRACE_S)
+                self._asked, kill_at = True, min(kill_at, now + _SIGNAL_GRACE_S)
                 ended = ended or Ended(128 + number, "")
                 for child in self._running.values():
                     child.ask_to_end(number)
@@ -106,7 +111,7 @@ class Job:
             self._running = {name: child for name, child in self._running.items() if codes[name] is None}
             self._failed.update({name: code for name, code in codes.items() if code})
             # With the network gone mpirun waits for its other half, and for what a killed rank had started: for ever.
-            if (self._failed or self._cause) and not asked:
+            if (self._failed or self._cause) and not self._asked:
                 decide_at, kill_at = min(decide_at, now + _HEARD_S), min(kill_at, now + _FAILURE_GRACE_S)
             if self._failed and ended is None and now >= decide_at:
                 first, named = next(iter(self._failed)), self._failing
@@ -143,13 +148,18 @@ class Job:
         while any(map(waits, pumps)) and not self._heard:
             time.sleep(_LOOK_S)
 
-    def _note(self, line: bytes) -> bytes:
-        """Return a line, and note the cause of a failure that a line tells, if it is the first."""
-        told = not self._failing and (b"[jaxdist rank" in line or b"PRTE" in line)  # to search each line takes time
-        if told and (match := _CAUSE.search(line)):
+    def _note(self, lines: bytes) -> bytes:
+        """Return lines, without prterun's where more is known; note the first cause of a failure that they tell."""
+        told = not (self._cause and self._failing) and (
+            b"[jaxdist rank" in lines or b"PRTE" in lines
+        )  # to search all lines takes time
+        if told and (match := _CAUSE.search(lines)):
             cause = (match[1] or match[3]).decode(errors="replace")
             if not self._cause:
                 self._cause, self._failing = cause, (match[2] or b"").decode()
             elif self._cause in cause:  # of ranks of which none is the first: again, with the line of one
                 self._cause = cause
-        return line
+        if b"prterun" in lines and (match := _ECHO.search(lines)):
+            self._failing = self._failing or (f"rank {int(match[1])}" if match[1] else "")
+            lines = _ECHO.sub(b"", lines) if self._cause or self._failing or self._asked else lines
+        return lines

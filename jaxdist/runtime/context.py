@@ -1,5 +1,6 @@
 """`init`, and the `Context` it makes: who am I, who else is there, which devices are ours."""
 
+import contextlib
 import math
 import operator
 import os
@@ -7,6 +8,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from jax.sharding import Mesh
@@ -224,6 +226,8 @@ def init(
         timeout = _timeout(timeout)
         streams.open_closed()
         found = connectors.connect(connector, timeout=timeout, rank=rank, size=size)
+        with contextlib.suppress(KeyError, OSError):  # no `jaxdist run`, or on another host
+            Path(os.environ["JAXDIST_JOB"], "joined").touch()
         ctx = Context(found, start.control_of(found, timeout), timeout)
         failfast.install(ctx.control)  # from here on, a failure of one rank ends the job
         ctx.devices, ctx.hosts, ctx.mesh, ctx.communicator, ctx.kind = start.jax_started(
