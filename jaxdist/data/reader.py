@@ -81,16 +81,10 @@ class Reader:
             grain = sys.modules.get("grain")
             # By grain's convention an index past the end belongs to a later epoch: it draws different random numbers.
             past = at.epoch * sampling.length if grain and isinstance(source, grain.MapDataset) else 0
-            batch = self._stacked(indices, lambda i: source[past + i], at)
+            read = indices.tolist() or [at.position]
+            # A generator: in grain, StopIteration would end the data of a worker.
+            batch = stacked([*((i, self._transformed(source[past + i], at.epoch, i)) for i in read)], len(indices))
         return Read(batch, sampling.size(at.position), at, then)
-
-    def _stacked(self, indices: np.ndarray, example: Callable[[int], Any], at: Place) -> Any:
-        """Return the examples with these indices as a batch, transformed."""
-        # Of a rank without rows, the batch has the structure and the types of an example.
-        read = indices.tolist() or [at.position]
-        # A generator: in grain, StopIteration would end the data of a worker.
-        batch = stacked([*((i, self._transformed(example(i), at.epoch, i)) for i in read)])
-        return batch if len(indices) else jax.tree.map(lambda x: x[:0], batch)
 
     def _in_order(self, at: Place) -> Iterator[Read]:
         """Yield a stream's batches from a position on. Each rank reads all, and keeps its rows."""
@@ -119,8 +113,9 @@ class Reader:
                 for example, *_ in rows if self.compare else ():
                     total = zlib.crc32(digest(example).to_bytes(4, "big"), total)
                 here = self.sampling.of(at.position + len(rows))
-                example = lambda i, rows=rows, first=at.position: rows[i - first][0]
-                batch = self._stacked(here.examples(at.epoch, at.position), example, at)
+                mine = here.examples(at.epoch, at.position)
+                read = [(i, rows[i - at.position][0]) for i in mine.tolist() or [at.position]]
+                batch = stacked([(i, self._transformed(example, at.epoch, i)) for i, example in read], len(mine))
                 yield Read(batch, len(rows), at, then, total)
                 rows, at = further, then
             at = Place(at.epoch + 1) if at.position else at

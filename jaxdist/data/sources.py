@@ -131,8 +131,8 @@ def digest(example: Any) -> int:
     return zlib.crc32(b"".join(repr(x.tolist()).encode() if x.dtype.hasobject else x.tobytes() for x in leaves))
 
 
-def stacked(examples: list[tuple[int, Any]]) -> Any:
-    """Stack examples into a batch; their indices are for messages."""
+def stacked(examples: list[tuple[int, Any]], count: int) -> Any:
+    """Stack examples into a batch of `count`, 0 or all; their indices are for messages."""
     form = lambda example: (jax.tree.structure(example), [np.shape(leaf) for leaf in jax.tree.leaves(example)])
     (first, like), *_ = examples
     expected = form(like)
@@ -144,7 +144,7 @@ def stacked(examples: list[tuple[int, Any]]) -> Any:
             )
     if any(isinstance(leaf, np.ma.MaskedArray) for leaf in jax.tree.leaves(like)):
         raise TypeError(f"example {first} of the data set has a masked array: return its data and its mask")
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *(example for _, example in examples))
+    return jax.tree.map(lambda *leaves: np.stack(leaves)[:count], *(example for _, example in examples))
 
 
 def _shapes(example: Any) -> str:
