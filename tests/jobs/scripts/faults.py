@@ -343,6 +343,12 @@ def sends() -> None:
         jaxdist.recv(np.zeros(2, np.float32), 1)
 
 
+def stops_without_a_terminal() -> None:
+    if ODD:
+        breakpoint()
+    train(1)
+
+
 globals()[NAME]()
 if NAME not in ("slow", "ends_late", "error_at_exit", "undecorated", "sends"):
     print("THROUGH", flush=True)
