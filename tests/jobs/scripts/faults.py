@@ -344,9 +344,7 @@ def sends() -> None:
 
 
 def stops_without_a_terminal() -> None:
-    if ODD:
-        breakpoint()
-    train(1)
+    breakpoint() if ODD else train(1)
 
 
 globals()[NAME]()
