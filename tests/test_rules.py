@@ -27,6 +27,7 @@ REPLACED = {
     "compat/processes.py: process_prefetch.ProcessPrefetchDatasetIterator._process_failed",
     "compat/processes.py: process_prefetch._put_dataset_elements_in_buffer",
     "compat/processes.py: sys.exit",
+    *(f"control/debugger.py: {name}" for name in ("pdb.Pdb.interaction", "pdb.Pdb._cmdloop", "sys.stdin")),
 }
 """What is another library's and gets ours in its place; each says why. (Python asks for hooks to be replaced.)"""
 

@@ -81,14 +81,7 @@ def _at_exit(ctx: Context) -> None:
 
 @api_boundary
 @under_no_mesh
-def save(
-    path: str | os.PathLike[str],
-    state: Any,
-    step: int,
-    *,
-    wait: bool = True,
-    keep: int | None = None,
-) -> Saving:
+def save(path: str | os.PathLike[str], state: Any, step: int, *, wait: bool = True, keep: int | None = None) -> Saving:
     """Write a checkpoint, for any number of devices and ZeRO level; every process calls it and writes its own shards.
 
     If a save fails or is killed, earlier checkpoints stay unchanged. A job owns the directory until its end.

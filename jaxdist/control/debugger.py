@@ -45,7 +45,7 @@ def install(control: Control) -> None:
             control.stop("")
 
     pdb.Pdb.interaction = interaction
-    setattr(pdb.Pdb, "_cmdloop", pdb.Pdb.cmdloop)  # noqa: B010  # without a loop around it that Ctrl-C does not leave
+    pdb.Pdb._cmdloop = pdb.Pdb.cmdloop  # without a loop around it that Ctrl-C does not leave
 
 
 def _read(control: Control) -> str:

@@ -21,7 +21,7 @@ LineFilter = Callable[[bytes], bytes]
 
 _LONGEST = 1 << 20  # bytes of a line; a longer one is passed on in parts
 _RULE = b"-" * 74 + b"\n"  # above and below what prterun says, which is passed on in one piece
-_PROMPT_MS = 100  # that a line has to end, before it is taken for one that a person is to answer
+_PROMPT_MS = 100  # that a line has to end, before a person at a terminal sees it as it is; in a file no lines mix
 NOT_WRITTEN = 120  # the exit code of a Python that can't write its output
 _SAY_S = 1.0  # that a word of our own may take before we go on without it
 _locks: dict[tuple[int, int], threading.Lock] = {}
@@ -30,11 +30,12 @@ _locks: dict[tuple[int, int], threading.Lock] = {}
 class Pump(threading.Thread):
     """Passes lines on from a process's pipe."""
 
-    def __init__(self, source: IO[bytes], target: TextIO, shown: LineFilter, note: LineFilter) -> None:
+    def __init__(self, source: IO[bytes], target: TextIO | None, shown: LineFilter, note: LineFilter) -> None:
         super().__init__(daemon=True)
         self.writing, self.since = False, 0.0  # whether it waits for who reads, or for the process; since when
         self.problem = ""
         self._source, self._target, self._shown, self._note = source, target, shown, note
+        self._is_terminal = target is not None and target.isatty()
         self.start()
 
     def run(self) -> None:
@@ -46,10 +47,11 @@ class Pump(threading.Thread):
             while data:
                 data = os.read(number, 1 << 16)
                 text = begun + data
+                held = text.endswith(_RULE) or _RULE + b"prterun" in text
                 # A line ends at \r, too: a progress bar's, which begins it anew.
-                end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
-                end = text.rfind(_RULE) if text.count(_RULE) % 2 else end
-                if not data or len(text) - end > _LONGEST or (end < len(text) and not poll.poll(_PROMPT_MS)):
+                end = text.find(_RULE) if held else max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+                waits = end < len(text) and (held or self._is_terminal)
+                if not data or len(text) - end > _LONGEST or (waits and not poll.poll(_PROMPT_MS)):
                     end = len(text)
                 lines, begun = text[:end].splitlines(keepends=True), text[end:]
                 self._write(b"".join([*lines[:out], *map(self._shown, lines[out:])]))

@@ -66,6 +66,7 @@ FAULTS = [
     Fault("leaves_early", ("2 calls", "call 3", *CALLS), (RUN, MPIRUN)),
     Fault("leaves_unseen", ("2 calls", "call 3", *CALLS), (RUN,), env={"JAXDIST_TIMEOUT": "5"}),
     Fault("leaves_a_receiver", ("rank 0", "recv", "rank 1", "has left"), (RUN, MPIRUN)),
+    Fault("stops_without_a_terminal", ("rank 1] in a debugger", "rank 0", "has ended", "BdbQuit"), (RUN,)),
     # A rank that does not come.
     Fault("stuck", ("call 3", "rank 0", WHO, line("# here"), "stuck_in_the_loader"), (MPIRUN,), env=SHORT, ranks=3),
     Fault("stuck 1 stops", ("call 3", WHO, "does not answer"), (RUN,), env=SHORT),
