@@ -138,6 +138,12 @@ def rows_by_rank(total: int, parts: Sequence[Sequence[int]]) -> dict[int, int]:
     return {rank: one.stop - one.start for rank, one in rows.items()}
 
 
+def alike(one: int, other: int, parts: Sequence[Sequence[int]]) -> bool:
+    """Check whether some process passes as many rows of a batch of one size as of a batch of another."""
+    each, of_other = rows_by_rank(one, parts), rows_by_rank(other, parts)
+    return one != other and any(rows == of_other[rank] for rank, rows in each.items())
+
+
 def data_size(mesh: Mesh) -> int:
     """Into how many parts a mesh splits the batch."""
     return mesh.shape.get(GROUP, 1) * mesh.shape.get(AXIS, 1)

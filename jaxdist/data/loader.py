@@ -17,9 +17,10 @@ from jaxdist.data.sampling import MOST, Place, Sampling
 from jaxdist.data.sources import Arrays, check_examples, is_stream
 from jaxdist.errors import DataError
 from jaxdist.extras import need
-from jaxdist.mesh import Sizes
+from jaxdist.mesh import Sizes, alike, by_rank
 from jaxdist.runtime import readers
-from jaxdist.runtime.context import Context, get_context, own_parts
+from jaxdist.runtime.context import Context, get_context, parts_of
+from jaxdist.step.batch import batch_part
 from jaxdist.step.tracing import say_once
 
 Tail = Literal["drop", "keep"]
@@ -89,12 +90,13 @@ def loader(
         if tail not in ("drop", "keep"):
             raise ValueError(f"tail={tail!r}: 'drop' or 'keep'")
         check_examples(source)
-        own, parts = own_parts(context, mesh)
+        parts = parts_of(context, mesh)
+        own = by_rank(parts).get(context.rank, ())
         size, seed_ = operator.index(batch_size), operator.index(seed)
         data = Arrays(source) if isinstance(source, np.ndarray | jax.Array | dict | tuple) else source
         streams = is_stream(data)
         length = 1 if streams else len(data)
-        sampling = Sampling(length, size, tuple(own), parts, bool(shuffle), seed_, tail == "keep")
+        sampling = Sampling(length, size, own, parts, bool(shuffle), seed_, tail == "keep")
         if streams:
             _check_stream(shuffle, workers)
         else:
@@ -106,7 +108,10 @@ def loader(
             "the checksum of the first and last example": data.ends() if isinstance(data, Arrays) else 0,
         }  # fmt: skip
 
-    return Loader(context, _agree(context, "loader", check))
+    reader = _agree(context, "loader", check)
+    rest = 0 if reader.streams or tail == "drop" else reader.sampling.length % reader.sampling.batch_size
+    context.divides(*([rest] if rest else []), reader.sampling.batch_size)
+    return Loader(context, reader)
 
 
 class Loader:
@@ -161,11 +166,18 @@ class Loader:
             self._drawn += 1
             last = read.then.epoch > read.at.epoch
             self._begun = not last
-            self._context.divided = read.size
-            yield read.batch
+            yield self._marked(read)
             if read.digest and (last or not self._drawn & self._drawn - 1):  # a power of two
                 said = {"the examples read": read.digest, "the end of the epoch": last}
                 _agree(self._context, "loader's stream", lambda said=said: (None, said))
+
+    def _marked(self, read: Read) -> Any:
+        """Return a batch, with its size on all ranks where the number of rows does not tell it."""
+        context, parts = self._context, self._reader.sampling.parts
+        context.divides(read.size)
+        if context.size > 1 and any(alike(read.size, n, parts) for n in context.divided):
+            return jax.tree.map(lambda x: batch_part(x, read.size), read.batch)
+        return read.batch
 
     def peek(self) -> Any:
         """Return the next batch without advancing.
@@ -178,8 +190,7 @@ class Loader:
         """
         if not self._peeked:
             self._peeked = [self._draw()]
-        self._context.divided = self._peeked[0].size
-        return self._peeked[0].batch
+        return self._marked(self._peeked[0])
 
     def get_state(self) -> State:
         """Return the position of the next batch as a small dict for JSON or a checkpoint, the same on every rank.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +28,8 @@ class Sampling:
 
     length: int  # number of examples in the data set
     batch_size: int  # examples of all ranks per step
-    own: tuple[int, ...]  # the parts of each batch that this rank reads, in order
-    parts: int  # number of parts per batch
+    own: Sequence[int]  # the parts of each batch that this rank reads, in order
+    parts: Sequence[Sequence[int]]  # the ranks that read each part
     shuffle: bool  # whether each epoch has its own order
     seed: int  # seed of that order
     keep: bool  # whether to keep the partial last batch
@@ -56,7 +57,7 @@ class Sampling:
 
     def examples(self, epoch: int, position: int) -> np.ndarray:
         """Return the indices of this rank's examples of a batch."""
-        rows = rows_of(self.size(position), self.own, self.parts)
+        rows = rows_of(self.size(position), self.own, len(self.parts))
         return self._order(epoch, np.arange(position + rows.start, position + rows.stop))
 
     def _order(self, epoch: int, places: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,7 +72,7 @@ class Context:
         self.num_devices = 0
         self.mesh: Mesh
         self.kind: Kind
-        self.divided = 0  # rows of the batch that `rows` or a loader divided last
+        self.divided: dict[int, None] = {}  # rows of the batches of which ranks have passed parts, the last one last
         self._parts: dict[Any, Any] = {}
 
     def only(self, kind: "Callable[[Context], T]") -> T:
@@ -103,8 +103,15 @@ class Context:
         """
         if (total := operator.index(batch_size)) < 0:
             raise ValueError(f"batch_size={batch_size}: expected the number of rows of a batch")
-        self.divided = total
-        return rows_of(total, *own_parts(self, mesh))
+        self.divides(total)
+        parts = parts_of(self, mesh)
+        return rows_of(total, by_rank(parts).get(self.rank, ()), len(parts))
+
+    def divides(self, *totals: int) -> None:
+        # Batches of so many rows are divided over the ranks.
+        for total in totals:
+            self.divided.pop(total, None)
+            self.divided[total] = None
 
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until every process makes this call.
@@ -240,11 +247,10 @@ def init(
         return ctx
 
 
-def own_parts(context: Context, mesh: Mesh | Sizes | None) -> tuple[Sequence[int], int]:
-    """The parts of a batch that this process passes, and the number of all: of the devices along the data axis."""
+def parts_of(context: Context, mesh: Mesh | Sizes | None) -> tuple[tuple[int, ...], ...]:
+    """The processes that pass each part of a batch: of each of the devices along the data axis."""
     made = mesh_of(mesh, context.devices) if mesh else context.mesh
-    parts = parts_of_batch(made, in_lanes=context.communicator == "lanes")
-    return by_rank(parts).get(context.rank, ()), len(parts)
+    return parts_of_batch(made, in_lanes=context.communicator == "lanes")
 
 
 def started() -> Context | None:

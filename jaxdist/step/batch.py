@@ -78,6 +78,19 @@ def argnums(names: Sequence[str]) -> str:
     return repr(names[0] if len(names) == 1 else tuple(names))
 
 
+class BatchPart(np.ndarray):
+    """A rank's rows of a batch of a loader, where their number alone does not tell which batch they are of."""
+
+    total: int | None = None  # rows of all ranks; None of what is computed from it
+
+
+def batch_part(x: Any, total: int) -> Any:
+    """A `BatchPart` of an array."""
+    out = np.asarray(x).view(BatchPart)
+    out.total = total
+    return out
+
+
 @dataclass(frozen=True, eq=False)
 class Part:
     """A process's part of a leaf of the batch, where the parts of all are not equally long."""

@@ -20,6 +20,7 @@ from jaxdist.agreement.meshes import connect
 from jaxdist.compat import trace_settings
 from jaxdist.errors import in_words
 from jaxdist.ir.fingerprint import checksum, on_host, type_text
+from jaxdist.mesh import alike
 from jaxdist.placements import report
 from jaxdist.placements.layouts import Layout, Padded, physical
 from jaxdist.runtime.compiler import settings as of_jax
@@ -63,7 +64,6 @@ class Calls:
         self._latest: dict[Any, Known] = {}  # by structure
         self._known: dict[Any, Known] = {}  # by all that a program is for
         self._compared: set[bytes] = set()  # digests of calls that all ranks have made
-        self._totals: dict[int, int] = {}  # rows of all ranks' parts of a batch, by those of this rank's
         self._unsure: set[Signature] = set()  # of calls in which all ranks have passed the same batch so far
         self._first = True  # no program yet
         self._warned = False  # of what is gathered
@@ -128,10 +128,10 @@ class Calls:
         leaves, tree, rows = arguments.leaves, arguments.tree, None
         settings, latest = (trace_settings(), self.cache.looked_for), self._latest.get(tree)
         try:
-            if total is None and latest is not None and latest.fits(leaves, settings) and not self._in_doubt(latest):
+            if total is None and latest is not None and latest.fits(leaves, settings):
                 known, moved = latest, None
             else:
-                rows = Rows(own := tuple(map(self.placer.part, leaves)), tuple(total or map(self._total, own)))
+                rows = self._rows(leaves, total)
                 known, moved = self._look_up(arguments, rows, settings)
             if compiled is not None:
                 known.check_compiled(compiled)
@@ -161,26 +161,31 @@ class Calls:
     def read(self, arguments: Arguments, rows: Rows | None = None) -> tuple[Signature, list[Any]]:
         """Return the signature of a call, and its data: each part of the batch with the rows of all ranks."""
         args, keywords, leaves, tree = arguments
-        rows = rows or Rows(own := tuple(map(self.placer.part, leaves)), tuple(map(self._total, own)))
-        parted = self.placer.parted(leaves, rows)
+        parted = self.placer.parted(leaves, rows or self._rows(leaves))
         signature = self.reader.signature(args, keywords, parted, tree)
         pairs = zip(signature.is_batch, signature.data(parted), signature.data(leaves), strict=True)
         return signature, [part if is_batch else x for is_batch, part, x in pairs]
 
-    def _total(self, own: int | None) -> int | None:
-        """Return the rows of all ranks in a leaf, as far as this rank knows: it passes so many."""
+    def _rows(self, leaves: Sequence[Any], total: Sequence[int | None] | None = None) -> Rows:
+        """Return the rows of each leaf, of this rank and of all: `total`, or as far as this rank knows."""
+        own = tuple(map(self.placer.part, leaves))
+        return Rows(own, tuple(total or map(self._total, leaves, own)))
+
+    def _total(self, x: Any, own: int | None) -> int | None:
         if own is None:
             return None
-        divided = self.context.divided
-        if divided and self.placer.own_rows(divided) == own:
-            return divided
-        return self._totals.get(own, self.placer.everywhere(own))
+        of_loader = x.total if isinstance(x, batch.BatchPart) else None
+        known = [n for n in (of_loader and [of_loader]) or self.context.divided if self.placer.own_rows(n) == own]
+        return known[-1] if known else self.placer.everywhere(own)
 
     def _in_doubt(self, known: Known) -> bool:
-        """Check whether the batch may be a different one, of whose rows some rank passes as many: the last divided."""
+        """Check whether some rank passes as many rows of another batch as of this one. Every rank finds the same."""
         divided = self.context.divided
-        several = self._several and divided
-        return bool(several) and any(n != divided and self.placer.alike(n, divided) for n in known.totals.values())
+        if self._several and known.compared_with != len(divided):
+            pairs = itertools.product(known.untold, divided)
+            known.in_doubt = any(alike(n, other, self.placer.shared) for n, other in pairs)
+            known.compared_with = len(divided)
+        return known.in_doubt
 
     def _look_up(self, arguments: Arguments, rows: Rows, settings: Any) -> tuple[Known, Sequence[int]]:
         """Return the call for these arguments, and the leaves of the state that must move."""
@@ -197,7 +202,12 @@ class Calls:
             out = {i for i, *_ in constants}
             at = [i for i in range(len(leaves)) if i not in out]
             own = [type_key(leaves[at[i]]) for i in signature.batch]
-            known = Known(program, constants, settings, at, own, self._entry(signature, data, program))
+            parts = {i: leaves[at[i]] for i in signature.batch}
+            untold = {
+                program.placed.avals[i].shape[0] for i, x in parts.items()
+                if self.placer.part(x) is not None and getattr(x, "total", None) is None
+            }  # fmt: skip
+            known = Known(program, constants, settings, at, own, untold, self._entry(signature, data, program))
             self._known[key] = known
             self.announce(program)
         layouts = known.program.placed.layouts
@@ -286,8 +296,7 @@ class Calls:
         program, readers = known.program.traced, self.placer.readers
         everyone = agree(context, self._tag, about, known.entry.text, program, values, rows, readers)
         self._compared.add(known.entry.digest)
-        parts = [(rows.own[known.at[i]], known.totals[i]) for i in signature.batch]
-        self._totals.update((own, total) for own, total in parts if own is not None)
+        context.divides(*sorted(known.untold))
         differs = {}
         for i, of_ranks in enumerate(zip(*everyone, strict=True)):
             if others := list(range(context.size)) if of_ranks[0] is None else unlike_the_root(of_ranks):

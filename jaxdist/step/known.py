@@ -33,7 +33,10 @@ class Known:
     settings: Any  # of JAX, under which it is traced
     at: Sequence[int]  # of each leaf that is data, its position among all
     batch: Sequence[Any]  # types of the leaves that are split
+    untold: set[int]  # rows of those that no loader has marked, of all ranks together
     entry: Entry  # of the ledger
+    compared_with: int = 0  # so many sizes of batches
+    in_doubt: bool = False  # one of them is as long on some rank
     _keys: Sequence[int] = ()
     _avals: Sequence[Any] = ()
     _shardings: Sequence[Any] = ()

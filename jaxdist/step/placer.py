@@ -192,11 +192,6 @@ class Placer:
         """Return the number of rows of a batch that this process passes."""
         return rows_by_rank(total, self.shared).get(self.context.rank, 0)
 
-    def alike(self, one: int, other: int) -> bool:
-        """Check whether some process passes as many rows of a batch with so many rows as of another."""
-        each, of_other = rows_by_rank(one, self.shared), rows_by_rank(other, self.shared)
-        return any(rows == of_other[rank] for rank, rows in each.items())
-
     def everywhere(self, rows: int) -> int:
         """Return the rows of all processes' parts if they are as long as this one's."""
         return rows * self.parts // max(1, len(self.own))
@@ -204,7 +199,7 @@ class Placer:
 
 def type_key(x: Any) -> Any:
     """The properties of a leaf's type that decide which program runs."""
-    total = x.total if type(x) is batch.Part else None
+    total = x.total if isinstance(x, (batch.Part, batch.BatchPart)) else None
     return np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False), total
 
 

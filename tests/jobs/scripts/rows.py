@@ -1,6 +1,8 @@
 """Batches that the ranks do not divide, as several processes pass them: the results of one device with all rows."""
 
 import itertools
+import queue
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,12 +57,20 @@ def by_hand(one: dict[str, Any]) -> dict[str, Any]:
     return jax.tree.map(lambda x: x[min(rows, R * each) : min(rows, (R + 1) * each)], one)
 
 
-def ahead(batches: Iterator[dict[str, Any]], count: int) -> Iterator[dict[str, Any]]:
+def ahead(batches: Iterator[Any], count: int) -> Iterator[Any]:
     """On the device before their turn comes, as a prefetching iterator has them."""
-    held = [jax.tree.map(jnp.asarray, one) for one in itertools.islice(batches, count)]
+    moved = (jax.tree.map(jnp.asarray, one) for one in batches)
+    held = list(itertools.islice(moved, count))
     while held:
-        held += [jax.tree.map(jnp.asarray, one) for one in itertools.islice(batches, 1)]
+        held += itertools.islice(moved, 1)
         yield held.pop(0)
+
+
+def in_a_thread(batches: Iterator[Any]) -> Iterator[Any]:
+    """On the device, at a time of their own."""
+    made = queue.Queue[Any](3)
+    threading.Thread(target=lambda: [*map(made.put, map(jnp.asarray, batches)), made.put(None)], daemon=True).start()
+    return iter(made.get, None)
 
 
 def run(parts: Iterator[dict[str, Any]], sizes: list[int]) -> None:
@@ -101,6 +111,12 @@ def loaders() -> None:
     first, second = (jaxdist.loader(x, size, shuffle=False) for size in (4 * N, 4 * N - 1))
     for a, b in zip(first, second, strict=False):
         close(two(W, a, b), np.sum(x[: 4 * N] @ W) * np.mean(x[: 4 * N - 1] @ W))
+    one = jaxdist.data_parallel(lambda w, x: jnp.sum(x @ w) + len(x))
+    batches = jaxdist.loader(x[:-4], 2 * N, shuffle=False, tail="keep")  # most ranks pass as many of the last one
+    for _, early in itertools.product(range(3), (lambda own: ahead(own, 1), lambda own: ahead(own, 2), in_a_thread)):
+        for i, part in enumerate(early(iter(batches))):
+            whole = x[:-4][2 * N * i : 2 * N * (i + 1)]
+            close(one(W, part), np.sum(whole @ W) + len(whole))
     grads = jaxdist.value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2), microbatches=2)
     halves = jaxdist.data_parallel(lambda w, x: grads(w, x))
     for part in jaxdist.loader(x, 2 * N + 2, shuffle=False):
@@ -109,14 +125,16 @@ def loaders() -> None:
 
 def known() -> None:
     """A call that is known waits for nobody, where the ranks do not divide the batch too."""
-    step, w = jaxdist.data_parallel(lambda w, x: (w - 0.1 * jnp.mean(x, 0)[:, None], jnp.sum(x))), W
-    made = []
-    for i in range(24):
-        before, _ = ctx.control.calls
-        w, total = step(w, (own if i < 12 else by_hand)(batch(i, 4 * N + 1))["x"])
-        close(total, batch(i, 4 * N + 1)["x"].sum())
-        made.append(ctx.control.calls[0] - before)
-    assert made[1:] == [int(call & (call - 1) == 0) for call in range(2, 25)], made  # they compare the state's bits
+    asked = [(own if i < 12 else by_hand)(batch(i, 50 * N + 1))["x"] for i in range(24)]
+    batches = jaxdist.loader(batch(0, 120 * N - 1)["x"], 60 * N, tail="keep")  # N - 1 ranks pass 60 rows of both
+    for parts, new in ((asked, 1), (itertools.chain.from_iterable(itertools.repeat(batches, 12)), 3)):
+        step, w, made = jaxdist.data_parallel(lambda w, x: (w - 0.1 * jnp.mean(x, 0)[:, None], jnp.sum(x))), W, []
+        for part in parts:
+            before, _ = ctx.control.calls
+            w, _ = step(w, part)
+            made.append(ctx.control.calls[0] - before)
+        # At calls 1, 2, 4, 8, ... the state's bits are compared.
+        assert made[new:] == [int(call & (call - 1) == 0) for call in range(new + 1, 25)], made
 
 
 def refused() -> None:

@@ -69,7 +69,7 @@ def train():
         w = loop(batch * (1 + ctx.rank), steps)
         return ctx.rank, w, key
 
-    batch = jnp.arange(6.0).reshape(2, 3)
+    batch = jnp.arange(12.0).reshape(4, 3)
     with contextlib.redirect_stdout(io.StringIO()) as out:  # which has no bytes below it, as in a notebook
         results = jaxdist.spawn(of_a_rank, 2, (batch,), {"steps": 2}, prefix=True)
     seen = sorted(out.getvalue().splitlines())
