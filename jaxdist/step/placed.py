@@ -158,10 +158,12 @@ class PlacedStep:
 
     def padding(self) -> str:
         """Return what it costs that the devices do not divide the batch, or ""."""
-        devices = data_size(self.mesh)
-        each = [(rows, -rows % devices) for rows in {self.avals[i].shape[0] for i in self.signature.batch}]
-        shown = [f"{pad} of {rows + pad} computed rows are padding" for rows, pad in each if pad]
-        return f"{each[0][0]} rows over {devices} devices: {shown[0]}" if len(each) == len(shown) == 1 else ""
+        devices, sizes = data_size(self.mesh), {self.avals[i].shape[0] for i in self.signature.batch}
+        rows = sizes.pop() if len(sizes) == 1 else 0
+        if not (pad := -rows % devices):
+            return ""
+        plural = "s" * (rows > 1)
+        return f"{rows} row{plural} over {devices} devices: {pad} of {rows + pad} computed rows are padding"
 
     def unsplit(self) -> str:
         """Return a hint for a step without a batch that has an argument worth splitting, or ""."""

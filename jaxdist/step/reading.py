@@ -174,8 +174,8 @@ class Reader:
         if not self._warned and context.is_root:
             _log.warning(
                 "step %r: all %d ranks pass the same batch, so each example counts %d times. Give each rank its own "
-                "rows: jaxdist.loader does, or take x[ctx.rows(len(x), mesh)]",
-                self.name, context.size, self._placer.parts,
+                "rows: jaxdist.loader does, or take x[ctx.rows(len(x)%s)]",
+                self.name, context.size, self._placer.parts, ", mesh" * (len(self._placer.mesh.shape) > 1),
             )  # fmt: skip
         self._warned = True
 
