@@ -19,7 +19,7 @@ from jaxdist.errors import DataError
 from jaxdist.extras import need
 from jaxdist.mesh import Sizes, alike, by_rank
 from jaxdist.runtime import readers
-from jaxdist.runtime.context import Context, get_context, parts_of
+from jaxdist.runtime.context import Context, divides, get_context, parts_of
 from jaxdist.step.batch import batch_part
 from jaxdist.step.tracing import say_once
 
@@ -110,7 +110,7 @@ def loader(
 
     reader = _agree(context, "loader", check)
     rest = 0 if reader.streams or tail == "drop" else reader.sampling.length % reader.sampling.batch_size
-    context.divides(*([rest] if rest else []), reader.sampling.batch_size)
+    divides(context, *([rest] if rest else []), reader.sampling.batch_size)
     return Loader(context, reader)
 
 
@@ -174,7 +174,7 @@ class Loader:
     def _marked(self, read: Read) -> Any:
         """Return a batch, with its size on all ranks where the number of rows does not tell it."""
         context, parts = self._context, self._reader.sampling.parts
-        context.divides(read.size)
+        divides(context, read.size)
         if context.size > 1 and any(alike(read.size, n, parts) for n in context.divided):
             return jax.tree.map(lambda x: batch_part(x, read.size), read.batch)
         return read.batch

@@ -103,15 +103,9 @@ class Context:
         """
         if (total := operator.index(batch_size)) < 0:
             raise ValueError(f"batch_size={batch_size}: expected the number of rows of a batch")
-        self.divides(total)
+        divides(self, total)
         parts = parts_of(self, mesh)
         return rows_of(total, by_rank(parts).get(self.rank, ()), len(parts))
-
-    def divides(self, *totals: int) -> None:
-        # Batches of so many rows are divided over the ranks.
-        for total in totals:
-            self.divided.pop(total, None)
-            self.divided[total] = None
 
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until every process makes this call.
@@ -245,6 +239,13 @@ def init(
         farewell.install(ctx.control, ctx.watchdog, timeout)
         _context, _requested = ctx, requested
         return ctx
+
+
+def divides(context: Context, *totals: int) -> None:
+    """Note that the ranks divide batches of so many rows, the last one last."""
+    for total in totals:
+        context.divided.pop(total, None)
+        context.divided[total] = None
 
 
 def parts_of(context: Context, mesh: Mesh | Sizes | None) -> tuple[tuple[int, ...], ...]:

@@ -24,7 +24,7 @@ from jaxdist.mesh import alike
 from jaxdist.placements import report
 from jaxdist.placements.layouts import Layout, Padded, physical
 from jaxdist.runtime.compiler import settings as of_jax
-from jaxdist.runtime.context import Context, machine_of
+from jaxdist.runtime.context import Context, divides, machine_of
 from jaxdist.step import batch, finite, modules
 from jaxdist.step.calling import Settings
 from jaxdist.step.known import Known, check_there, taken
@@ -296,7 +296,7 @@ class Calls:
         program, readers = known.program.traced, self.placer.readers
         everyone = agree(context, self._tag, about, known.entry.text, program, values, rows, readers)
         self._compared.add(known.entry.digest)
-        context.divides(*sorted(known.untold))
+        divides(context, *sorted(known.untold))
         differs = {}
         for i, of_ranks in enumerate(zip(*everyone, strict=True)):
             if others := list(range(context.size)) if of_ranks[0] is None else unlike_the_root(of_ranks):

@@ -13,7 +13,7 @@ from jaxdist.data import loader as data  # private: hypothesis runs hundreds of 
 def make(source: Any, batch_size: int, rank: int = 0, size: int = 1, prefetch: int = 0, **settings: Any) -> data.Loader:
     """The loader of one rank of several, that finds the others agree."""
     context: Any = SimpleNamespace(
-        rank=rank, size=size, is_root=rank == 0, timeout=1.0, divided={}, divides=lambda *totals: None,
+        rank=rank, size=size, is_root=rank == 0, timeout=1.0, divided={},
         control=SimpleNamespace(exchange=lambda name, mine, timeout: [mine] * size),
     )  # fmt: skip
     parts = mock.patch.object(data, "parts_of", return_value=tuple((rank,) for rank in range(size)))
