@@ -58,9 +58,9 @@ def job(launcher: str, *words: str, **env: str) -> Terminal:
 @pytest.mark.parametrize("how", ["env", *[pytest.param(how, marks=MARKS) for how in ("mpirun", "plain")]])
 def test_the_others_wait_beyond_the_timeout_and_say_for_whom(how: str) -> None:
     terminal = job(how, "1", JAXDIST_TIMEOUT="8")
-    terminal.shows(r"rank 1\] .*debugger.*debugging\.py:14")
+    terminal.shows(r"rank 1\] .*debugger.*debugging\.py:1[34]")
     terminal.shows(r"\(Pdb, rank 1\)")
-    terminal.shows(r"rank 0\] .* 8 s.*rank 1 \(.*debugger.*debugging\.py:14", "p turn + 40\n")
+    terminal.shows(r"rank 0\] .* 8 s.*rank 1 \(.*debugger.*debugging\.py:1[34]", "p turn + 40\n")
     terminal.shows(r"41\s", "c\n")
     assert terminal.end() == 0, terminal.text
     assert terminal.text.count("TOTAL 4.0") == 2, terminal.text
