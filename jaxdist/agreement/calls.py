@@ -72,7 +72,7 @@ def agree(
 
 
 def _check_rows(everyone: Sequence[Rows | None], readers: Collection[int]) -> None:
-    """Find the rows that all ranks pass, of calls that are alike; each rank has to have known them."""
+    """Raise `OtherRows` on every rank if some rank assumed other totals than the ranks' rows add up to."""
     found = [rows for rows in everyone if rows is not None]
     if len(found) < len(everyone) or len({tuple(n is None for n in rows.own) for rows in found}) > 1:
         return

@@ -104,6 +104,7 @@ def run(
                 size = next(n for n in range(most, 0, -1) if not lanes or lanes % n == 0)
             say(f"restart {restart + 1} of {max_restarts}, with {size} rank{'s' * (size > 1)}")
     except SyntaxError as error:
-        raise typer.Exit(typer.echo("".join(traceback.format_exception_only(error)), err=True, nl=False) or 1) from None
+        typer.echo("".join(traceback.format_exception_only(error)), err=True, nl=False)
+        raise typer.Exit(1) from None
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

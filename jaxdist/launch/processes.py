@@ -150,9 +150,8 @@ class Job:
 
     def _note(self, lines: bytes) -> bytes:
         """Return lines, without prterun's where more is known; note the first cause of a failure that they tell."""
-        told = not (self._cause and self._failing) and (
-            b"[jaxdist rank" in lines or b"PRTE" in lines
-        )  # to search all lines takes time
+        # To search all lines takes time.
+        told = not (self._cause and self._failing) and (b"[jaxdist rank" in lines or b"PRTE" in lines)
         if told and (match := _CAUSE.search(lines)):
             cause = (match[1] or match[3]).decode(errors="replace")
             if not self._cause:

@@ -192,9 +192,9 @@ class Calls:
         args, keywords, leaves, tree = arguments
         check_there(self.name, self._settings.calling, args, keywords, leaves)
         signature, data = self.read(arguments, rows)
-        own = [type_key(data[i]) for i in signature.batch]
+        parts = [type_key(data[i]) for i in signature.batch]
         kept = [(type_key(data[i]), self.placer.layout(data[i])) for i in signature.state]
-        key = signature, settings, *own, *kept
+        key = signature, settings, *parts, *kept
         known = self._known.get(key)
         if known is None:
             self.placer.check(signature, data)
@@ -202,10 +202,9 @@ class Calls:
             out = {i for i, *_ in constants}
             at = [i for i in range(len(leaves)) if i not in out]
             own = [type_key(leaves[at[i]]) for i in signature.batch]
-            parts = {i: leaves[at[i]] for i in signature.batch}
             untold = {
-                program.placed.avals[i].shape[0] for i, x in parts.items()
-                if self.placer.part(x) is not None and getattr(x, "total", None) is None
+                program.placed.avals[i].shape[0] for i in signature.batch
+                if rows.own[at[i]] is not None and getattr(leaves[at[i]], "total", None) is None
             }  # fmt: skip
             known = Known(program, constants, settings, at, own, untold, self._entry(signature, data, program))
             self._known[key] = known
