@@ -106,6 +106,16 @@ def test_a_sum_over_the_axis_that_is_divided_by_the_devices_is_said(
     assert len(said) == wrong, caplog.messages
 
 
+def test_what_padding_costs_is_said_of_a_steps_first_batch(caplog: pytest.LogCaptureFixture) -> None:
+    first = decorated(lambda w, x: w + x.mean(), 3)
+    for rows in (64, 1):  # a tail, too
+        first(0.0, np.ones(rows))
+    even = decorated(lambda w, x: w - x.mean(), 4)
+    even(0.0, np.ones(64))
+    said = [message for message in caplog.messages if "padding" in message]
+    assert ["64 rows over 3 devices: 2 of 66" in message for message in said] == [True], said
+
+
 # --- effects
 
 
