@@ -70,6 +70,8 @@ class RunLog:
         for name, value in metrics.items():
             if name in _OWN:
                 raise ValueError(f"metric {name!r}: this name is reserved for the log. Use a different name")
+            if isinstance(value, jax.core.Tracer):
+                raise TypeError(f"metric {name!r} of step {step} is traced: return it from the step, and log it there")
             if not _is_number(value):
                 raise TypeError(f"metric {name!r} of step {step} is {value!r:.60}; expected a number")
             if math.prod(np.shape(value)) != 1:
@@ -178,7 +180,7 @@ def run_log(
 
     Raises:
       OSError: (on every rank) the root cannot write the file.
-      TypeError: `sinks` is not a list of functions.
+      TypeError: `sinks` is not a list of functions, or `total` no integer.
 
     Example:
       >>> import jaxdist, tempfile
@@ -189,6 +191,8 @@ def run_log(
     ctx, file = get_context(), Path(path) / FILE
     if not isinstance(sinks, Sequence) or not all(map(callable, sinks)):
         raise TypeError(f"sinks={sinks!r}: expected a list of functions of (step, metrics)")
+    if total is not None and not isinstance(total, SupportsIndex):
+        raise TypeError(f"total={total!r}: expected the number of steps, or None")
 
     def prepare() -> Part[None]:
         if ctx.is_root:
@@ -220,8 +224,16 @@ def _ready(entry: _Entry) -> bool:
 def _is_number(x: Any) -> bool:
     """Check the type of a metric, without waiting for its value; an array may have several numbers."""
     dtype = getattr(x, "dtype", None) if hasattr(x, "__array__") else np.asarray(x).dtype
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):  # PRNG keys
+        return False
     kind = getattr(dtype, "kind", "f")  # of other libraries' arrays: `_number` sees
-    return hasattr(x, "__float__") if kind == "O" else kind not in "USMmc"
+    if kind != "O":
+        return kind not in "USMmc"
+    try:  # Fraction, Decimal, an integer of any size
+        float(x)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
 
 
 def _number(step: int, name: str, x: Any) -> float:

@@ -177,7 +177,7 @@ def _inline(
 
     def known(aval: Any, value: Any) -> int:
         i = block.new(aval)
-        block.known[i] = value
+        block.known[i] = _without_mesh(value)
         return i
 
     for v, value in zip(jaxpr.constvars, consts, strict=True):
@@ -201,6 +201,16 @@ def _inline(
             block.nodes.append(Node(eqn, ins, tuple(outs), made, calls))
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
+
+
+def _without_mesh(value: Any) -> Any:
+    """A constant without the mesh that JAX keeps in its type, which would meet the step's own."""
+    if not isinstance(value, jax.Array) or len(value.sharding.device_set) == 1 or not value.is_fully_addressable:
+        return value
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        data = np.asarray(jax.random.key_data(value))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+    return np.asarray(value)
 
 
 def _number(value: Any) -> Any:

@@ -108,15 +108,20 @@ def test_nothing_waits_for_the_device(tmp_path: Path) -> None:
             log(step, loss=NotYet(1.0))
 
 
+KEY = jax.random.key(0)
+
+
 def test_what_a_log_refuses(tmp_path: Path) -> None:
     """At once, by the metric's name, and on every rank."""
     with jaxdist.run_log(tmp_path) as log:
         for step in (1.5, "1", None, np.float32(1)):
             with raises(TypeError, "step", repr(step)):
                 log(step, loss=1.0)  # type: ignore[arg-type]
-        for value in ("low", None, 1j, {"a": 1}, np.complex64(1), jnp.complex64(1), np.array("low")):
+        for value in ("low", None, 1j, {"a": 1}, np.complex64(1), np.array("low"), 10**400, KEY):
             with raises(TypeError, "'odd'", "step 3", repr(value)[:9]):
                 log(3, loss=1.0, odd=value)
+        with raises(TypeError, "'odd'", "step 3", "traced"):
+            jax.jit(lambda x: log(3, odd=x))(1.0)
         with raises(ValueError, "'odd'", "(2,)"):
             log(3, odd=[1, 2])
         log(np.int64(3), a=True, b=Fraction(1, 2), c=2**70, d=jnp.bfloat16(1), e=[1])
@@ -186,6 +191,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for use in (jaxdist.run_log, jaxdist.profile):
         with raises(OSError, str(tmp_path / FILE / "run")), use(tmp_path / FILE / "run"):
             pass
+    for total in ("9", 9.0):
+        with raises(TypeError, repr(total)):
+            jaxdist.run_log(tmp_path, total=total)  # type: ignore[arg-type]
     for sinks in ("tensorboard", ["wandb"], print):
         with raises(TypeError, "sinks"), jaxdist.run_log(tmp_path, sinks=sinks):  # type: ignore[arg-type]
             pass

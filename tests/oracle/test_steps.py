@@ -498,6 +498,26 @@ def test_state_in_shards_of_a_mesh_of_the_same_devices(name: str, level: Any) ->
     check_steps(step, sharded, [x, x])
 
 
+@pytest.mark.parametrize("name", SHARDED)
+def test_what_a_step_closes_over_in_shards(name: str) -> None:
+    """JAX keeps their mesh in the constant's type, which must not meet the step's own."""
+    values = np.arange(8.0 * 8).reshape(8, 8), np.arange(8.0 * 8, dtype="f").reshape(8, 8).astype(jnp.bfloat16)
+    matrix, narrow = (jax.device_put(x, SHARDED[name]) for x in values)
+    keys = jax.device_put(jax.random.split(jax.random.key(0), (8, 8)), SHARDED[name])
+    noise = lambda: jax.vmap(jax.vmap(jax.random.normal))(keys)
+
+    def step(w: Any, x: Any) -> Any:
+        return (
+            w + x.mean() + matrix,
+            w.astype(narrow.dtype) * narrow,
+            w * noise(),
+            lax.fori_loop(0, 3, lambda i, c: c * matrix, w),
+        )
+
+    args = np.ones((8, 8)), np.random.default_rng(0).normal(size=(16, 8))
+    compare(decorated(step)(*args), step(*args), 1e-6)
+
+
 def test_a_mesh_for_the_whole_process() -> None:
     env = jobs.environment({"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_ENABLE_X64": "1"})
     path = Path(__file__).parent / "scripts" / "set_mesh.py"
