@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import time
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from harness import jobs, training
 from harness.errors import check, raises
-from harness.states import there
+from harness.states import small_files, there
 
 import jaxdist
 from jaxdist import CheckpointError
@@ -168,3 +169,13 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
             jaxdist.save(tmp_path, {"w": 1}, 1)
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
     jaxdist.save(tmp_path, {"w": 1}, 1)
+
+
+def test_what_a_full_disk_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = shutil.disk_usage(tmp_path)._replace(free=300_000)
+    x = np.random.default_rng(0).normal(size=100_000)
+    with monkeypatch.context() as patch, small_files():
+        patch.setattr(shutil, "disk_usage", lambda path: free)
+        with raises(CheckpointError, str(tmp_path), "800,000 bytes", "300,000 free", "500,000 missing"):
+            jaxdist.save(tmp_path, {"w": x}, 1)
+    jaxdist.save(tmp_path, {"w": x}, 1)
