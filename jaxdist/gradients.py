@@ -128,14 +128,14 @@ def _accumulate(part: Callable[[Sequence[Any]], Results], args: Sequence[Any], b
         return x.reshape(x.shape[0] * k, *x.shape[2:])
 
     parts, structure = jax.tree.flatten([a for i, a in enumerate(args) if i in batch])
-    rows = list(map(split, parts))
+    rows = {k: split(x) for k, x in enumerate(parts) if jnp.ndim(x)}
 
-    def one(rows: Sequence[Any]) -> Any:
-        own = iter(jax.tree.unflatten(structure, rows))
+    def one(rows: dict[int, Any]) -> Any:
+        own = iter(jax.tree.unflatten(structure, [rows.get(k, x) for k, x in enumerate(parts)]))
         return part([next(own) if i in batch else a for i, a in enumerate(args)])
 
     # An aux leaf whose shape follows the batch has one entry per example: join the parts.
-    small = jax.eval_shape(lambda: one([x[0] for x in rows]))
+    small = jax.eval_shape(lambda: one({k: x[0] for k, x in rows.items()}))
     whole = jax.eval_shape(lambda: part(args))
     kept = [a.shape != b.shape for a, b in zip(small[1], whole[1], strict=True)]
     for a, b, keep in zip(small[1], whole[1], kept, strict=True):
@@ -194,11 +194,11 @@ def _check_last(args: Sequence[Any], differentiated: set[int]) -> None:
 
 
 def _check_batch(args: Sequence[Any], batch: set[int], k: int) -> None:
-    sizes = {jnp.shape(x)[0] if jnp.ndim(x) else None for i in batch for x in jax.tree.leaves(args[i])}
-    if len(sizes) != 1 or None in sizes:
+    sizes = {len(x) for i in batch for x in jax.tree.leaves(args[i]) if jnp.ndim(x)}  # a number is for all examples
+    if len(sizes) != 1:
         raise ValueError(
             f"microbatches={k} splits the batch (argument {sorted(batch)}) along its first dimension, and its leaves "
-            f"have {sorted(map(str, sizes))} entries there: batch_argnums= says which arguments are the batch"
+            f"have {sorted(sizes) or 'no'} entries there: batch_argnums= says which arguments are the batch"
         )
     (size,) = sizes
     assert size is not None

@@ -451,6 +451,12 @@ def test_two_batches_in_microbatches() -> None:
     check(step, W, X, X[:, 0], batch_argnums=(1, 2))
 
 
+def test_a_number_in_the_batch_is_for_all_microbatches() -> None:
+    f = lambda w, batch: batch["scale"] * jnp.mean((batch["x"] @ w) ** 2)
+    step = lambda w, batch: w - jaxdist.grad(f, microbatches=2)(w, batch)
+    check(step, W, {"x": X, "scale": 3.0}, batch_argnums=1)
+
+
 # --- meshes of the user's own
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
