@@ -201,6 +201,5 @@ def _check_batch(args: Sequence[Any], batch: set[int], k: int) -> None:
             f"have {sorted(sizes) or 'no'} entries there: batch_argnums= says which arguments are the batch"
         )
     (size,) = sizes
-    assert size is not None
     if size % k:
         raise ValueError(f"a batch of {size} examples can't be divided into {k} microbatches")

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, SupportsIndex, TextIO
 
 import jax
+import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
@@ -224,7 +226,7 @@ def _ready(entry: _Entry) -> bool:
 def _is_number(x: Any) -> bool:
     """Check the type of a metric, without waiting for its value; an array may have several numbers."""
     dtype = getattr(x, "dtype", None) if hasattr(x, "__array__") else np.asarray(x).dtype
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):  # PRNG keys
+    if jnp.issubdtype(dtype, jax.dtypes.extended):  # PRNG keys
         return False
     kind = getattr(dtype, "kind", "f")  # of other libraries' arrays: `_number` sees
     if kind != "O":

@@ -208,7 +208,7 @@ def _without_mesh(value: Any) -> Any:
     if not isinstance(value, jax.Array) or len(value.sharding.device_set) == 1 or not value.is_fully_addressable:
         return value
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        data = np.asarray(jax.random.key_data(value))
+        data: Any = np.asarray(jax.random.key_data(value))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     return np.asarray(value)
 
