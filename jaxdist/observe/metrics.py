@@ -225,9 +225,9 @@ def _ready(entry: _Entry) -> bool:
 
 def _is_number(x: Any) -> bool:
     """Check the type of a metric, without waiting for its value; an array may have several numbers."""
-    dtype = getattr(x, "dtype", None) if hasattr(x, "__array__") else np.asarray(x).dtype
-    if jnp.issubdtype(dtype, jax.dtypes.extended):  # PRNG keys
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended):  # PRNG keys
         return False
+    dtype = getattr(x, "dtype", None) if hasattr(x, "__array__") else np.asarray(x).dtype
     kind = getattr(dtype, "kind", "f")  # of other libraries' arrays: `_number` sees
     if kind != "O":
         return kind not in "USMmc"
