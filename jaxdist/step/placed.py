@@ -18,7 +18,7 @@ from jaxdist.placements.emit import Emitter, compressible, local_types
 from jaxdist.placements.layouts import Layout, sharding, spec
 from jaxdist.placements.offload import staged
 from jaxdist.placements.report import worth_splitting
-from jaxdist.placements.strategy import Placed
+from jaxdist.placements.strategy import Propagation
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tiles
 from jaxdist.step.batch import is_keys, unsplit
 from jaxdist.step.signature import Signature
@@ -91,7 +91,7 @@ class PlacedStep:
 
     @functools.cached_property
     @without_collections()
-    def emitted(self) -> tuple[ClosedJaxpr, Sequence[Placed]]:
+    def emitted(self) -> tuple[ClosedJaxpr, Sequence[Propagation]]:
         """The program of a device, and its placement over each axis (empty on one device)."""
         if self.mesh.size == 1:
             return staged(self.step.jaxpr, self.offloaded, ()), ()
@@ -101,23 +101,23 @@ class PlacedStep:
         fused = Fuse(self.bucket_bytes, self.axes, gathered, barriers=barriers)(closed)
         return staged(fused, self.offloaded, self.axes), found
 
-    def place(self) -> tuple[ClosedJaxpr, list[Placed]]:
+    def place(self) -> tuple[ClosedJaxpr, list[Propagation]]:
         """Place and emit the step, over an axis of the mesh after the other."""
         step, axes, closed = self.step, passes(self.over), self.step.jaxpr
         given = [
-            how.placements(a.shape, axes, stored=not is_batch) if how else [REPLICATED] * len(axes)
+            how.placements(a.shape, axes, of_state=not is_batch) if how else [REPLICATED] * len(axes)
             for is_batch, how, a in zip(self.signature.is_batch, self.layouts, self.avals, strict=True)
         ]
         kept = [how and how.placements(a.shape, axes) for how, a in zip(self.results, closed.out_avals, strict=True)]
-        found = list[Placed]()
+        found = list[Propagation]()
         for k in range(len(axes)):
             last = k == len(axes) - 1
             infer = step.infer if last and step.infer.mesh == axes else step.infer.over(axes, k)
             block = infer.block(closed)
             block.outermost = True
             ins = [placements[k] for placements in given]
-            natural = infer.place(block, ins).given
-            outer = found[-1].outs if found and axes[k - 1].name == GROUP else [None] * len(kept)
+            natural = infer.place(block, ins).out_placements
+            outer = found[-1].out_forms if found and axes[k - 1].name == GROUP else [None] * len(kept)
             wants = [
                 form(how[k]) if how else _wanted(made, before, axes, k, source is not None)
                 for how, made, before, source in zip(kept, natural, outer, step.sources, strict=True)
@@ -132,7 +132,10 @@ class PlacedStep:
         """Return the specs of the arguments and of the results."""
         found = self.emitted[1]
         axes = [one.axis for one in found]
-        ins, outs = zip(*(one.ins for one in found), strict=True), zip(*(one.outs for one in found), strict=True)
+        ins, outs = (
+            zip(*(one.in_forms for one in found), strict=True),
+            zip(*(one.out_forms for one in found), strict=True),
+        )
         return [_spec(axes, ps) for ps in ins], [_spec(axes, ps) for ps in outs]
 
     def result_shardings(self) -> list[NamedSharding] | None:
@@ -186,7 +189,7 @@ def _wanted(made: Placement, outer: Placement | None, axes: Sequence[Axis], k: i
 def _stays(p: Split, axes: Sequence[Axis], k: int) -> bool:
     """Check whether an aux value stays split over the `k`-th axis: devices divide it, or the step asked for shards."""
     own = axes[k]
-    if p.stored:
+    if p.of_state:
         return own.name == AXIS and p.requested and p.is_tile(own.size)
     along = [own] if own.name == SEQUENCE else _of_data(axes)
     if own not in along[:1] or p.size % math.prod(axis.size for axis in along):

@@ -119,7 +119,7 @@ class Program:
             local, mesh=placed.over, in_specs=(P(), *in_specs), out_specs=out_specs, check_vma=False,
         )(0, *args)  # fmt: skip
         self._padded_results = [
-            (i, how) for i, p in enumerate(found[-1].outs)
+            (i, how) for i, p in enumerate(found[-1].out_forms)
             if (how := placed.results[i] or layout_of(p, passes(placed.over)[-1])) is not None and not how.is_plain
         ]  # fmt: skip
         return results(made)
