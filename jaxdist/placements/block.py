@@ -4,18 +4,19 @@ import contextlib
 import functools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxdist import compat
 from jaxdist.errors import JaxdistError
 from jaxdist.ir.interpreter import CONTROL_FLOW, called, has_effect
 from jaxdist.ir.operations import ADDITION, CONTRACTION, LINEAR, SHAPE_ONLY
 from jaxdist.placements import rules
+from jaxdist.placements.values import Aval, Number, aval_of
 
 
 @dataclass(eq=False)
@@ -27,7 +28,7 @@ class Node:
     outs: tuple[int, ...]  # the numbers of its results
     backward: bool  # differentiation made it
     calls: tuple[JaxprEqn, ...] = ()  # the calls that it was inlined from, outermost first
-    described: list[Any] = field(default_factory=list, init=False)  # its factors, once requested
+    described: list[rules.Factors | None] = field(default_factory=list, init=False)  # its factors, once requested
     # its strategies, by its operands' placements: propagations of a block differ in few operations
     strategies: dict[Any, Any] = field(default_factory=dict, init=False)
 
@@ -87,7 +88,7 @@ _DRAWS = {"random_bits", "random_fold_in", "random_gamma", "random_split"}
 class Block:
     """The body of a step, a loop or a branch."""
 
-    avals: list[Any] = field(default_factory=list)  # the logical type of each value
+    avals: list[Aval] = field(default_factory=list)  # the logical type of each value
     inputs: list[int] = field(default_factory=list)  # the values that it takes
     known: dict[int, Any] = field(default_factory=dict)  # constants
     nodes: list[Node] = field(default_factory=list)  # in order
@@ -98,7 +99,7 @@ class Block:
     outermost: bool = False  # it is the step's own body, which runs once
 
     @functools.cached_property
-    def numbers(self) -> dict[int, Any]:
+    def numbers(self) -> dict[int, Number | None]:
         """Map each constant to its value if it is a single number, else to None."""
         return {i: _number(value) for i, value in self.known.items()}
 
@@ -120,25 +121,25 @@ class Block:
     @functools.cached_property
     def users(self) -> dict[int, list[int]]:
         """Map each value to the positions of the operations that take it."""
-        found: dict[int, list[int]] = {}
+        users: dict[int, list[int]] = {}
         for k, node in enumerate(self.nodes):
             for i in dict.fromkeys(node.ins):
-                found.setdefault(i, []).append(k)
-        return found
+                users.setdefault(i, []).append(k)
+        return users
 
     @functools.cached_property
     def before_products(self) -> frozenset[int]:
         """Return the values that some product, loop or branch depends on."""
-        found: set[int] = set()
+        values: set[int] = set()
         for node in reversed(self.nodes):
-            if node.name in CONTRACTION | CONTROL_FLOW or not found.isdisjoint(node.outs):
-                found.update(node.ins)
-        return frozenset(found)
+            if node.name in CONTRACTION | CONTROL_FLOW or not values.isdisjoint(node.outs):
+                values.update(node.ins)
+        return frozenset(values)
 
     def source(self, i: int) -> int:
         """Follow changes of shape and dtype back to the value that this one comes from."""
-        while (made := self.makers.get(i)) is not None and made.name in _SAME:
-            i = made.ins[0]
+        while (maker := self.makers.get(i)) is not None and maker.name in _SAME:
+            i = maker.ins[0]
         return i
 
     def shapes(self, values: Sequence[int]) -> list[tuple[int, ...]]:
@@ -153,7 +154,8 @@ class Block:
             node.described.append(rules.factors(node.eqn.primitive, node.eqn.params, *shapes) if known else None)
         return node.described[0]
 
-    def new(self, aval: Any) -> int:
+    def new(self, aval: Aval) -> int:
+        """Add a value, and return its number."""
         self.avals.append(aval)
         return len(self.avals) - 1
 
@@ -167,7 +169,7 @@ class Block:
 def flatten(closed: ClosedJaxpr, backward: bool = False) -> Block:
     """Flatten a jaxpr into a block."""
     block = Block()
-    block.inputs = [block.new(v.aval) for v in closed.jaxpr.invars]
+    block.inputs = [block.new(aval_of(v)) for v in closed.jaxpr.invars]
     block.outputs = _inline(block, closed.jaxpr, closed.consts, block.inputs, backward, ())
     used = set(block.outputs)
     live: list[Node] = []
@@ -183,32 +185,32 @@ def flatten(closed: ClosedJaxpr, backward: bool = False) -> Block:
 def _inline(
     block: Block, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[int], backward: bool, calls: tuple[JaxprEqn, ...]
 ) -> list[int]:
-    env: dict[Any, int] = {}
+    env: dict[Var, int] = {}
 
-    def known(aval: Any, value: Any) -> int:
+    def known(aval: Aval, value: Any) -> int:
         i = block.new(aval)
         block.known[i] = _without_mesh(value)
         return i
 
     for v, value in zip(jaxpr.constvars, consts, strict=True):
-        env[v] = known(v.aval, value)
+        env[v] = known(aval_of(v), value)
     env.update(zip(jaxpr.invars, args, strict=True))
 
-    def read(atom: Any) -> int:
-        return known(atom.aval, atom.val) if isinstance(atom, Literal) else env[atom]
+    def read(atom: Var | Literal) -> int:
+        return known(aval_of(atom), atom.val) if isinstance(atom, Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
         ins = tuple(map(read, eqn.invars))
-        made = backward or compat.in_backward_pass(eqn)
+        in_backward = backward or compat.in_backward_pass(eqn)
         if eqn.primitive.name == "custom_linear_solve":  # differentiation is over: only the solution itself is left
-            body, taken = compat.linear_solve(eqn.params, ins)
+            body, operands = compat.linear_solve(eqn.params, ins)
         else:
-            body, taken = called(eqn), ins
+            body, operands = called(eqn), ins
         if body is not None:
-            outs: Sequence[int] = _inline(block, body.jaxpr, body.consts, taken, made, (*calls, eqn))
+            outs: Sequence[int] = _inline(block, body.jaxpr, body.consts, operands, in_backward, (*calls, eqn))
         else:
-            outs = tuple(block.new(v.aval) for v in eqn.outvars)
-            block.nodes.append(Node(eqn, ins, tuple(outs), made, calls))
+            outs = tuple(block.new(aval_of(v)) for v in eqn.outvars)
+            block.nodes.append(Node(eqn, ins, tuple(outs), in_backward, calls))
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
@@ -223,11 +225,12 @@ def _without_mesh(value: Any) -> Any:
     return np.asarray(value)
 
 
-def _number(value: Any) -> Any:
+def _number(value: Any) -> Number | None:
+    """Return a constant that is a single number, else None; some have no dtype, or one that NumPy does not know."""
     try:
         dtype = jnp.result_type(value)
         if np.ndim(value) == 0 and dtype != jax.dtypes.float0 and not jnp.issubdtype(dtype, jax.dtypes.extended):
-            return np.asarray(value)[()]
+            return cast(Number, np.asarray(value)[()])
     except TypeError:
         pass
     return None
@@ -235,9 +238,9 @@ def _number(value: Any) -> Any:
 
 def added(block: Block, outputs: frozenset[int]) -> frozenset[int]:
     """Return values that reach some outputs by additions, reshapes and constant factors only."""
-    found = {block.outputs[k] for k in outputs}
+    values = {block.outputs[k] for k in outputs}
     for node in reversed(block.nodes):
         scaled = node.name in ("mul", "div") and any(i in block.known for i in node.ins)
-        if (scaled or node.name in _SUMS) and node.outs[0] in found:
-            found.update(i for i in node.ins if block.uses[i] == 1)
-    return frozenset(found)
+        if (scaled or node.name in _SUMS) and node.outs[0] in values:
+            values.update(i for i in node.ins if block.uses[i] == 1)
+    return frozenset(values)

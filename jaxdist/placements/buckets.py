@@ -8,23 +8,26 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxdist.ir.interpreter import contains, has_effect, inlined, live, subjaxprs, with_bodies
 from jaxdist.ir.operations import SHAPE_ONLY
 from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, joined, reduce_shard_p, slices
 from jaxdist.mesh import Axis
+from jaxdist.placements.values import aval_of
 
 FUSED = {all_reduce_p, reduce_shard_p, gather_shards_p}
 _MANY = 8  # number of pieces in a bucket from which `_pieces_of_one_kernel` pays off
-_Unpack = Callable[[Any, Sequence[int]], list[Any]]  # ``unpack(x, sizes)``: pieces of x along its last dimension
+_Unpack = Callable[
+    [jax.Array, Sequence[int]], list[jax.Array]
+]  # ``unpack(x, sizes)``: pieces of x along its last dimension
 
 
 class Fuse:
@@ -37,10 +40,10 @@ class Fuse:
         """Return the program with its collectives in buckets."""
         jaxpr = closed.jaxpr
         producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        pace = _Pace(self.ahead, None if self.barriers or not nested else _given(jaxpr))
-        result = None  # the latest gather of a result: these run one by one, to need less memory
+        pace = _Pace(self.ahead, None if self.barriers or not nested else _first_cotangent(jaxpr))
+        result: Var | None = None  # the latest gather of a result: these run one by one, to need less memory
         done, out = {*jaxpr.constvars, *jaxpr.invars}, list[JaxprEqn]()
-        constants: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        constants: dict[Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         for eqns, use in _scheduled(live(jaxpr), self.bucket_bytes, self.ahead):
             cause = None
             if use is not None:
@@ -61,24 +64,22 @@ class Fuse:
             return eqn
         return eqn.replace(params=with_bodies(eqn, functools.partial(self, nested=True)))
 
-    def _together(self, eqns: Sequence[JaxprEqn], cause: Any, constants: dict[Any, Any]) -> list[JaxprEqn]:
+    def _together(self, eqns: Sequence[JaxprEqn], cause: Var | None, constants: dict[Var, Any]) -> list[JaxprEqn]:
         """Trace the equations that replace a bucket; it starts once `cause` is known."""
 
-        def run(*operands: Any) -> list[Any]:
-            parts: Sequence[Any] = operands
-            if cause is not None:
-                parts = self._after(operands[-1], operands[:-1])
+        def run(*operands: jax.Array) -> Sequence[jax.Array]:
+            parts = operands if cause is None else self._delayed(operands[:-1], operands[-1])
             if len(eqns) == 1:
                 return [eqns[0].primitive.bind(*parts, **eqns[0].params)]
             with jax.named_scope(f"bucket_of_{len(eqns)}"):  # for the log of `step.wire`, and for traces
                 return _sent_together(parts, eqns, _pieces if self.barriers else _pieces_of_one_kernel)
 
         operands = [eqn.invars[0] for eqn in eqns] + ([] if cause is None else [cause])
-        made, _, held = inlined(run, operands, self.axes, [eqn.outvars[0] for eqn in eqns])
+        emitted, _, held = inlined(run, operands, self.axes, [eqn.outvars[0] for eqn in eqns])
         constants.update(held)
-        return made
+        return emitted
 
-    def _after(self, cause: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def _delayed(self, operands: Sequence[jax.Array], cause: jax.Array) -> Sequence[jax.Array]:
         """Return the operands of a gather, delayed until `cause` is known."""
         if self.barriers:
             return lax.optimization_barrier((*operands, cause))[:-1]
@@ -87,56 +88,42 @@ class Fuse:
 
 
 def _scheduled(eqns: Sequence[JaxprEqn], most: int, ahead: int) -> Iterator[tuple[list[JaxprEqn], JaxprEqn | None]]:
-    """Yield single operations and buckets of collectives in running order; for a gather, also its first user."""
-    # Operations run as soon as they can, in program order. A collective waits in the bucket of its kind until that is
-    # full (one that fills it alone is not copied into one), or nothing else can run: the bucket needed first is sent.
+    """Yield single operations and buckets of collectives in running order; for a gather, also its first user.
+
+    Operations run as soon as they can, in program order. A collective waits in the bucket of its kind until that is
+    full (one that fills it alone is not copied into one), or nothing else can run: the bucket needed first is sent.
+    Three gradients of 4 bytes, with room for 8 in a bucket::
+
+        program                     waiting         yielded
+        a = ...                                     [a]
+        A = all_reduce a            A
+        b = ...                     A               [b]
+        B = all_reduce b            A B
+        c = ...                     A B             [c]
+        C = all_reduce c            C               [A, B]: C has no room there
+        u = A + B + C               C               [C]: nothing else can run; then [u]
+    """
     needs = _needs(eqns)
     users: list[list[int]] = [[] for _ in eqns]
-    for i, before in enumerate(needs):
-        for j in before:
+    for i, needed in enumerate(needs):
+        for j in needed:
             users[j].append(i)
-    needed = [min(own, default=len(eqns)) for own in users]
     missing = list(map(len, needs))
-    ready, full, waiting = list[int](), list[list[int]](), defaultdict[Any, list[int]](list)
-
-    def limit(i: int) -> int:
-        return min(most, ahead if needed[i] < len(eqns) else 4 * ahead) if _gathers(eqns[i]) else most
+    ready = list[int]()
+    buckets = _Buckets(eqns, [min(positions, default=len(eqns)) for positions in users], most, ahead)
 
     def enter(i: int) -> None:
-        if eqns[i].primitive not in FUSED:
+        if eqns[i].primitive in FUSED:
+            buckets.add(i)
+        else:
             heapq.heappush(ready, i)
-            return
-        bucket, size = waiting[_kind(eqns[i])], _bytes(eqns[i])
-        if not _gathers(eqns[i]):
-            if not 0 < size < limit(i):
-                full.append([i])
-                return
-            if sum(_bytes(eqns[k]) for k in bucket) + size > limit(i):
-                full.append(bucket[:])
-                bucket.clear()
-        bucket.append(i)
-
-    def next_bucket() -> list[int]:
-        first = min((i for bucket in waiting.values() for i in bucket), key=lambda i: (needed[i], i))
-        bucket = sorted(waiting.pop(_kind(eqns[first])), key=lambda i: (needed[i], i))
-        members, size = [first], _bytes(eqns[first])
-        if not _gathers(eqns[first]):
-            return bucket
-        for i in bucket[1:]:
-            if 0 < _bytes(eqns[i]) < limit(i):
-                size += _bytes(eqns[i])
-                if size > limit(i):
-                    break
-                members.append(i)
-        waiting[_kind(eqns[first])] = [i for i in bucket if i not in members]
-        return members
 
     for i in range(len(eqns)):
         if not missing[i]:
             enter(i)
-    while ready or full or any(waiting.values()):
-        members = full.pop(0) if full else [heapq.heappop(ready)] if ready else next_bucket()
-        use = min(needed[i] for i in members)
+    while ready or buckets.full or any(buckets.waiting.values()):
+        members = buckets.full.pop(0) if buckets.full else [heapq.heappop(ready)] if ready else buckets.pop()
+        use = min(buckets.first_use[i] for i in members)
         yield [eqns[i] for i in members], eqns[use] if _gathers(eqns[members[0]]) and use < len(eqns) else None
         for k in (k for i in members for k in users[i]):
             missing[k] -= 1
@@ -144,20 +131,69 @@ def _scheduled(eqns: Sequence[JaxprEqn], most: int, ahead: int) -> Iterator[tupl
                 enter(k)
 
 
+class _Buckets:
+    """Collectives that could run, by position in the program."""
+
+    def __init__(self, eqns: Sequence[JaxprEqn], first_use: Sequence[int], most: int, ahead: int):
+        self.first_use = first_use  # of each operation: the position of its first user
+        self.full = list[list[int]]()  # to send at once
+        self.waiting = defaultdict[Hashable, list[int]](list)  # by kind
+        self._eqns, self._most, self._ahead = eqns, most, ahead
+
+    def _size(self, i: int) -> int:
+        return _bytes(self._eqns[i])
+
+    def _limit(self, i: int) -> int:
+        """Return the bytes of a bucket: of gathered values no more than may be on a device before their use."""
+        if not _gathers(self._eqns[i]):
+            return self._most
+        return min(self._most, self._ahead if self.first_use[i] < len(self._eqns) else 4 * self._ahead)
+
+    def add(self, i: int) -> None:
+        """Put a collective into the bucket of its kind."""
+        bucket, size = self.waiting[_kind(self._eqns[i])], self._size(i)
+        # A bucket of gathers is divided as it is sent: how much fits depends on what is needed first.
+        if not _gathers(self._eqns[i]):
+            if not 0 < size < self._limit(i):
+                self.full.append([i])
+                return
+            if sum(map(self._size, bucket)) + size > self._limit(i):
+                self.full.append(bucket[:])
+                bucket.clear()
+        bucket.append(i)
+
+    def pop(self) -> list[int]:
+        """Take the bucket with the collective that is needed first; of gathers, as many as may be sent together."""
+        order = lambda i: (self.first_use[i], i)
+        first = min((i for bucket in self.waiting.values() for i in bucket), key=order)
+        bucket = sorted(self.waiting.pop(_kind(self._eqns[first])), key=order)
+        if not _gathers(self._eqns[first]):
+            return bucket
+        members, size = [first], self._size(first)
+        for i in bucket[1:]:
+            if 0 < self._size(i) < self._limit(i):
+                size += self._size(i)
+                if size > self._limit(i):
+                    break
+                members.append(i)
+        self.waiting[_kind(self._eqns[first])] = [i for i in bucket if i not in members]
+        return members
+
+
 def _needs(eqns: Sequence[JaxprEqn]) -> list[set[int]]:
     """Return the positions that must run before each operation; effects keep their order."""
     maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
     needs = [{maker[v] for v in eqn.invars if not isinstance(v, Literal) and v in maker} for eqn in eqns]
     effects = [i for i, eqn in enumerate(eqns) if has_effect(eqn)]
-    for before, after in itertools.pairwise(effects):
-        needs[after].add(before)
+    for earlier, later in itertools.pairwise(effects):
+        needs[later].add(earlier)
     return needs
 
 
-def _kind(eqn: JaxprEqn) -> tuple[Any, ...]:
-    aval: Any = eqn.invars[0].aval
+def _kind(eqn: JaxprEqn) -> tuple[Hashable, ...]:
+    """Return what collectives in one bucket have in common."""
     params = {k: v for k, v in eqn.params.items() if k not in ("dim", "size")}
-    return eqn.primitive, aval.dtype, tuple(sorted(params.items()))
+    return eqn.primitive, aval_of(eqn.invars[0]).dtype, tuple(sorted(params.items()))
 
 
 def _gathers(eqn: JaxprEqn) -> bool:
@@ -166,15 +202,15 @@ def _gathers(eqn: JaxprEqn) -> bool:
 
 def _bytes(eqn: JaxprEqn) -> int:
     """Return the size of the whole array."""
-    aval: Any = eqn.outvars[0].aval if _gathers(eqn) else eqn.invars[0].aval
+    aval = aval_of(eqn.outvars[0] if _gathers(eqn) else eqn.invars[0])
     return aval.size * jnp.dtype(eqn.params.get("wire") or aval.dtype).itemsize
 
 
-def _given(jaxpr: Jaxpr) -> Any:
+def _first_cotangent(jaxpr: Jaxpr) -> Var | None:
     """Return an input computed just before the body runs: a float, and not a shard."""
     shards = {eqn.invars[0] for eqn in jaxpr.eqns if _gathers(eqn)}
     for v in reversed(jaxpr.invars):  # cotangents come last
-        aval: Any = v.aval
+        aval = aval_of(v)
         if v not in shards and jnp.issubdtype(aval.dtype, jnp.floating) and aval.size:
             return v
     return None
@@ -185,41 +221,42 @@ class _Pace:
 
     # A gather of shards depends on no computation: XLA would run all first, one for the forward and the backward pass.
 
-    def __init__(self, ahead: int, first: Any):
+    def __init__(self, ahead: int, first: Var | None):
         self.ahead, self.first = ahead, first
-        self._gathered: list[tuple[int, Any]] = []  # bytes, and what its user also takes
+        self._gathered: list[tuple[int, Var | None]] = []  # bytes, and what its user also takes
 
-    def cause(self, bucket: Sequence[JaxprEqn], use: JaxprEqn, producers: Mapping[Any, JaxprEqn]) -> Any:
+    def cause(self, bucket: Sequence[JaxprEqn], use: JaxprEqn, producers: Mapping[Var, JaxprEqn]) -> Var | None:
         """Return the variable that must be computed before `bucket` is gathered, if any."""
-        own = size = sum(map(_bytes, bucket))
+        # Gathers run in the order of their use: those after the cause's user are on the device together.
+        bucket_size = size = sum(map(_bytes, bucket))
         cause = self.first
-        for earlier, taken in reversed(self._gathered):
-            if size >= self.ahead and taken is not None:
-                cause = taken
+        for earlier, operand in reversed(self._gathered):
+            if size >= self.ahead and operand is not None:
+                cause = operand
                 break
             size += earlier
         computed = [
             v
             for v in use.invars
             if not isinstance(v, Literal) and v in producers and not _gathers(producers[v])
-            and jnp.issubdtype(v.aval.dtype, jnp.floating) and v.aval.size  # type: ignore[attr-defined]
+            and jnp.issubdtype(aval_of(v).dtype, jnp.floating) and aval_of(v).size
         ]  # fmt: skip
-        self._gathered.append((own, _before_form(computed[0], producers) if computed else None))
+        self._gathered.append((bucket_size, _before_reshapes(computed[0], producers) if computed else None))
         return cause
 
 
-def _before_form(v: Any, producers: Mapping[Any, JaxprEqn]) -> Any:
+def _before_reshapes(v: Var, producers: Mapping[Var, JaxprEqn]) -> Var:
     """Follow changes of shape back from `v`."""
     # XLA folds a reshape into the product that takes it, then drops it, unused, from the barrier.
     while v in producers and producers[v].primitive.name in SHAPE_ONLY:
-        before = producers[v].invars[0]
-        if isinstance(before, Literal) or before not in producers or _gathers(producers[before]):
+        operand = producers[v].invars[0]
+        if isinstance(operand, Literal) or operand not in producers or _gathers(producers[operand]):
             break
-        v = before
+        v = operand
     return v
 
 
-def _always(x: Any) -> Any:
+def _always(x: jax.Array) -> jax.Array:
     """Return a boolean that is always true once `x` is known; XLA cannot simplify it."""
     # By slicing: ``x.reshape(-1)`` may copy, if dimensions are permuted.
     first = lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim)).real
@@ -229,11 +266,11 @@ def _always(x: Any) -> Any:
     return lax.bitcast_convert_type(wide, jnp.dtype(f"uint{8 * wide.dtype.itemsize}")) | 1 != 0
 
 
-def _sent_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn], unpack: _Unpack) -> list[Any]:
+def _sent_together(parts: Sequence[jax.Array], eqns: Sequence[JaxprEqn], unpack: _Unpack) -> list[jax.Array]:
     """Send several arrays in one collective, in rows: one for each device if each gets its own slices."""
-    primitive, params, eachs = eqns[0].primitive, dict(eqns[0].params), [eqn.params for eqn in eqns]
+    primitive, params, all_params = eqns[0].primitive, dict(eqns[0].params), [eqn.params for eqn in eqns]
     scatters, gathers = primitive is reduce_shard_p, primitive is gather_shards_p
-    rows = [slices(x, p["dim"], p["devices"]) for x, p in zip(parts, eachs, strict=True)] if scatters else parts
+    rows = [slices(x, p["dim"], p["devices"]) for x, p in zip(parts, all_params, strict=True)] if scatters else parts
     shapes = [x.shape[scatters:] for x in rows]
     if scatters or gathers:
         params["dim"] = 0
@@ -241,19 +278,19 @@ def _sent_together(parts: Sequence[Any], eqns: Sequence[JaxprEqn], unpack: _Unpa
         params["size"] = params["devices"]
     flat = [x.reshape(params["devices"] if scatters else 1, -1) for x in rows]
     whole = primitive.bind(jnp.concatenate(flat, 1), **params)
-    pieces = zip(unpack(whole, [math.prod(shape) for shape in shapes]), shapes, eachs, strict=True)
+    pieces = zip(unpack(whole, [math.prod(shape) for shape in shapes]), shapes, all_params, strict=True)
     if gathers:
         return [joined(piece.reshape(p["devices"], *shape), p["dim"], p["size"]) for piece, shape, p in pieces]
     return [piece.reshape(shape) for piece, shape, _ in pieces]
 
 
-def _pieces(x: Any, sizes: Sequence[int]) -> list[Any]:
+def _pieces(x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
     """Split `x` with static slices (an `_Unpack`)."""
     ends = itertools.accumulate(sizes)
     return [lax.slice_in_dim(x, end - size, end, axis=x.ndim - 1) for end, size in zip(ends, sizes, strict=True)]
 
 
-def _pieces_of_one_kernel(x: Any, sizes: Sequence[int]) -> list[Any]:
+def _pieces_of_one_kernel(x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
     """Split `x` like `_pieces`, but hide the offsets from XLA."""
     # XLA fuses a slice into its consumer, such as an optimizer's update. With known offsets, the
     # updates of equal parameters are separate kernels, 10 ms each to compile; otherwise they are one.

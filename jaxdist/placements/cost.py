@@ -22,22 +22,22 @@ _FACTORIZATION = {
 
 def cost(placed: Propagation, infer: Inference, examples: int = 1, memory: bool = True) -> float:
     """Estimate a device's seconds for a placed step: computing, sending, and waiting for messages."""
-    link, taken = infer.link, seconds(placed, infer.machine, memory) / examples
+    link, total = infer.link, seconds(placed, infer.machine, memory) / examples
     for message, times in placed.sent():
-        taken += times * link.seconds(message.kind, message.bytes) / (1 if message.of_state else examples)
-        taken += times * (link.stall if message.waited_for else link.latency)
-    return taken
+        total += times * link.seconds(message.kind, message.bytes) / (1 if message.of_state else examples)
+        total += times * (link.stall if message.waited_for else link.latency)
+    return total
 
 
 def seconds(placed: Propagation, machine: Machine, memory: bool = True) -> float:
     """Estimate the seconds that a device computes, without communication."""
     total = 0.0
-    for one, times in placed.blocks():
-        for node, strategy in zip(one.block.nodes, one.strategies, strict=True):
+    for part, times in placed.blocks():
+        for node, strategy in zip(part.block.nodes, part.strategies, strict=True):
             if strategy.bodies or strategy.make is not None:
                 continue
             if memory not in strategy.seconds:
-                strategy.seconds[memory] = seconds_of(one.block, node, strategy, machine, memory)
+                strategy.seconds[memory] = seconds_of(part.block, node, strategy, machine, memory)
             total += times * strategy.seconds[memory]
     return total
 
@@ -72,10 +72,10 @@ def descend(
 ) -> frozenset[T]:
     """Find a local minimum of `value`: for each group in turn, move to the cheapest neighbor, while that helps."""
     while True:
-        before = on
+        start = on
         for group in groups:
             on = min(on, *near(on, group), key=value)
-        if on == before:
+        if on == start:
             return on
 
 
@@ -85,8 +85,9 @@ def flops(block: Block, node: Node, strategy: Strategy) -> int:
     sizes = [math.prod(local_shape(block.avals[o].shape, p)) for o, p in zip(node.outs, out_placements, strict=True)]
     if node.name == "dot_general":
         (contracted, _), _ = node.eqn.params["dimension_numbers"]
-        own = None if isinstance(out_placements[0], Split) else in_forms[0]
-        shape = local_shape(block.avals[node.ins[0]].shape, own)
+        # Slices of the result come of whole contracted dimensions; else the contracted ones may be cut.
+        placement = None if isinstance(out_placements[0], Split) else in_forms[0]
+        shape = local_shape(block.avals[node.ins[0]].shape, placement)
         return 2 * sizes[0] * math.prod(shape[d] for d in contracted)
     if node.name == "conv_general_dilated":
         kernel = local_shape(block.avals[node.ins[1]].shape, in_forms[1])

@@ -5,9 +5,9 @@ JAX requires shards of equal size, so the end is padded; a `Padded` looks like t
 
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist import compat
 from jaxdist.mesh import AXIS, GROUP, SEQUENCE, Axis, data_size, in_groups
-from jaxdist.placements.values import REPLICATED, Placement, Split, is_narrow, tiles
+from jaxdist.placements.values import REPLICATED, Aval, Placement, Split, is_narrow, tiles
 
 HOST = "pinned_host"  # JAX's name for host memory that a device accesses directly
-_WORTH_AVOIDING = 0.1
+_WORTH_AVOIDING = 0.1  # what a dimension to avoid costs, as a fraction of the leaf that is padding
+_Array = TypeVar("_Array", np.ndarray, jax.Array)
 
 
 @dataclass(frozen=True)
@@ -89,48 +90,46 @@ class Layout:
         """Return the physical array of a leaf, padded with zeros."""
         return x if self.is_plain else _padded(x, self.cuts)
 
-    def trimmed(self, x: Any) -> Any:
+    def trimmed(self, x: _Array) -> _Array:
         """Return the leaf of a physical array."""
         return x if self.is_plain else _trimmed(x, self.cuts)
 
     def placements(self, shape: Sequence[int], axes: Sequence[Axis], of_state: bool = True) -> list[Placement]:
         """Return a leaf's placement in each pass; `axes` are in the order of the passes."""
-        found: list[Placement] = [REPLICATED] * len(axes)
+        placements: list[Placement] = [REPLICATED] * len(axes)
         sizes = list(shape)
-        for cut in self.cuts:
-            if cut.parts == 1:
-                continue
+        for cut in (cut for cut in self.cuts if cut.parts > 1):
             names = (GROUP, AXIS) if cut.axis == AXIS else (cut.axis,)
             along = [k for k, axis in enumerate(axes) if axis.name in names]
             if axes[along[-1]].size == cut.parts:  # each group has the whole leaf
                 along = along[-1:]
             slices = tiles(cut.dim, sizes[cut.dim], [axes[k].size for k in along], of_state)
-            for k, one in zip(along, slices, strict=True):
-                found[k] = one
+            for k, split in zip(along, slices, strict=True):
+                placements[k] = split
             sizes[cut.dim] = slices[-1].chunk
-        return found
+        return placements
 
 
-def _padded(x: Any, cuts: Sequence[Cut]) -> Any:
+def _padded(x: np.ndarray, cuts: Sequence[Cut]) -> np.ndarray:
     if not cuts:
         return x
-    cut, *rest = cuts
+    cut, *inners = cuts
     x = np.pad(x, [(0, cut.pad if d == cut.dim else 0) for d in range(x.ndim)])
-    if all(one.pad == 0 for one in rest):
+    if all(inner.pad == 0 for inner in inners):
         return x
-    return np.concatenate([_padded(part, rest) for part in np.split(x, cut.parts, cut.dim)], cut.dim)
+    return np.concatenate([_padded(part, inners) for part in np.split(x, cut.parts, cut.dim)], cut.dim)
 
 
-def _trimmed(x: Any, cuts: Sequence[Cut]) -> Any:
+def _trimmed(x: _Array, cuts: Sequence[Cut]) -> _Array:
     if not cuts:
         return x
-    cut, *rest = cuts
-    if any(one.pad for one in rest):
-        joined = np.concatenate if isinstance(x, np.ndarray) or is_narrow(x.dtype) else jnp.concatenate
+    cut, *inners = cuts
+    if any(inner.pad for inner in inners):
+        numpy: Any = np if isinstance(x, np.ndarray) or is_narrow(x.dtype) else jnp
         rows = x.shape[cut.dim] // cut.parts
-        before = (slice(None),) * cut.dim
-        parts = [x[(*before, slice(k * rows, (k + 1) * rows))] for k in range(cut.parts)]
-        x = joined([_trimmed(part, rest) for part in parts], cut.dim)
+        outer = (slice(None),) * cut.dim
+        parts = [x[(*outer, slice(k * rows, (k + 1) * rows))] for k in range(cut.parts)]
+        x = numpy.concatenate([_trimmed(part, inners) for part in parts], cut.dim)
     return x[(slice(None),) * cut.dim + (slice(x.shape[cut.dim] - cut.pad),)]
 
 
@@ -146,10 +145,7 @@ def choose(shape: Sequence[int], devices: int, avoid: Collection[int] = ()) -> C
     """Choose how to shard a leaf: along the dimension with least padding, the largest of these."""
     if devices == 1 or math.prod(shape) < devices:
         return None
-
-    def cost(d: int) -> tuple[float, int, int]:
-        return -shape[d] % devices / shape[d] + _WORTH_AVOIDING * (d in avoid), -shape[d], d
-
+    cost = lambda d: (-shape[d] % devices / shape[d] + _WORTH_AVOIDING * (d in avoid), -shape[d], d)
     dim = min(range(len(shape)), key=cost)
     return Cut(AXIS, devices, dim, -shape[dim] % devices)
 
@@ -158,8 +154,7 @@ def layout_of(placement: Placement, axis: Axis) -> Layout | None:
     """Return the layout of a leaf that an axis placed so, or None for a whole leaf."""
     if not isinstance(placement, Split):
         return None
-    pad = placement.chunk * axis.size - placement.size
-    return layout(Cut(axis.name, axis.size, placement.dim, pad))
+    return layout(Cut(axis.name, axis.size, placement.dim, placement.chunk * axis.size - placement.size))
 
 
 def of_batch(shape: Sequence[int], mesh: Mesh) -> Layout:
@@ -173,18 +168,17 @@ def of_batch(shape: Sequence[int], mesh: Mesh) -> Layout:
     return layout(*cuts)
 
 
-def on_host(how: Layout | None, shape: Sequence[int], devices: int) -> Layout | None:
+def on_host(device_layout: Layout | None, shape: Sequence[int], devices: int) -> Layout | None:
     """Return the layout for keeping a leaf in host memory, or None if it stays on the device."""
-    if how is not None:
-        return layout(*how.cuts, host=True)
+    if device_layout is not None:
+        return layout(*device_layout.cuts, host=True)
     # What each of several devices has whole is small. XLA wants some scalars on the device.
     return layout(host=True) if devices == 1 and math.prod(shape) > 1 and shape else None
 
 
 def check_host_memory(mesh: Mesh) -> None:
     """Refuse devices that cannot access their host's memory."""
-    own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
-    device = own[0] if own else mesh.devices.flat[0]
+    device = next((d for d in mesh.devices.flat if d.process_index == jax.process_index()), mesh.devices.flat[0])
     if HOST not in (kinds := [memory.kind for memory in device.addressable_memories()]):
         raise ValueError(
             f"zero(offload=True) keeps state in the host's memory ({HOST}), which {device.platform} devices "
@@ -208,7 +202,7 @@ class Padded:
         self._sharding = _padded_sharding(array.sharding, layout)  # read by `compat.sharding_of`
 
     @property
-    def sharding(self) -> Any:
+    def sharding(self) -> NamedSharding:
         return self._sharding
 
     @property
@@ -252,10 +246,10 @@ class Padded:
     def __copy__(self) -> "Padded":
         return self
 
-    def __deepcopy__(self, memo: Any) -> "Padded":
+    def __deepcopy__(self, memo: object) -> "Padded":
         return Padded(copied(self.array, self.array.sharding), self.layout)
 
-    def __reduce__(self) -> Any:  # to a plain array, as an array in shards is pickled
+    def __reduce__(self) -> tuple[Any, ...]:  # to a plain array, as an array in shards is pickled
         return jnp.asarray, (np.asarray(self),)
 
     def __jax_array__(self) -> jax.Array:
@@ -274,7 +268,7 @@ class Padded:
         return f"Padded({self.dtype}[{','.join(dims)}], pad={pads}{f', groups={groups}' if groups > 1 else ''})"
 
 
-def _of_value(name: str) -> Any:
+def _of_value(name: str) -> Callable[..., Any]:
     return lambda x, *args, **kwargs: getattr(x.__jax_array__(), name)(*args, **kwargs)
 
 
@@ -287,7 +281,7 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert",
     setattr(Padded, f"__{_name}__", _of_value(f"__{_name}__"))
 
 
-def _type_of(x: Padded) -> Any:
+def _type_of(x: Padded) -> Aval:
     if not x.is_fully_addressable:  # before `jax.jit` compiles
         raise ValueError(x._refusal)
     return x.aval
@@ -297,7 +291,7 @@ compat.stands_for_arrays(Padded, _type_of)
 
 
 @functools.cache
-def _logical_type(aval: Any, layout: Layout) -> Any:
+def _logical_type(aval: Aval, layout: Layout) -> Aval:
     """Return one object per type and layout: a step recognizes its state by the identity of types."""
     return jax.typeof(jax.ShapeDtypeStruct(layout.logical(aval.shape), aval.dtype, weak_type=aval.weak_type))
 
@@ -318,18 +312,19 @@ Bounds = tuple[tuple[int, int], ...]  # a slice's begin and end along each dimen
 
 def bounds(index: Sequence[slice] | None, shape: Sequence[int]) -> Bounds:
     """Return the bounds of a device's slice of an array; those of keys have one more dimension in `index`."""
-    return tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=False))
+    return tuple(span.indices(shape[d])[:2] for d, span in enumerate((index or ())[: len(shape)]))
 
 
 @functools.cache
-def sharding(mesh: Mesh, how: Layout | None) -> NamedSharding:
+def sharding(mesh: Mesh, layout: Layout | None) -> NamedSharding:
     """Return the sharding of a leaf's physical array."""
-    kind = HOST if how and how.host else None
-    if how is None or mesh.size == 1:  # as XLA reports it for results
+    kind = HOST if layout and layout.host else None
+    if layout is None or mesh.size == 1:  # as XLA reports it for results
         return NamedSharding(mesh, P(), memory_kind=kind)
-    data = how.by(AXIS)
+    data = layout.by(AXIS)
     over = mesh if data is None else in_groups(mesh, mesh.shape[AXIS] // data.parts)
-    return NamedSharding(over, spec([how.axes(d) for d in range(1 + max(how.dims, default=-1))]), memory_kind=kind)
+    dims = range(1 + max(layout.dims, default=-1))
+    return NamedSharding(over, spec([layout.axes(d) for d in dims]), memory_kind=kind)
 
 
 def spec(dims: Sequence[tuple[str, ...]]) -> P:
@@ -341,10 +336,10 @@ def copied(x: jax.Array, place: Sharding) -> jax.Array:
     """Copy an array's shards into the memory of `place`, without a program across processes."""
     shards = []
     for shard in x.addressable_shards:
-        own = SingleDeviceSharding(shard.device, memory_kind=place.memory_kind)
+        target = SingleDeviceSharding(shard.device, memory_kind=place.memory_kind)
         # Copy through NumPy if either memory is the host's: `device_put` may alias.
         away = HOST in (place.memory_kind, x.sharding.memory_kind)
-        shards.append(jax.device_put(np.array(shard.data), own) if away else jnp.copy(shard.data))
+        shards.append(jax.device_put(np.array(shard.data), target) if away else jnp.copy(shard.data))
     return jax.make_array_from_single_device_arrays(x.shape, place, shards)
 
 

@@ -5,8 +5,8 @@ Reference: Shoeybi et al., *Megatron-LM*, arXiv 1909.08053, section 3 (the embed
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -26,7 +26,7 @@ _SCATTERS = tuple(name for name in FACTORS if name.startswith("scatter"))
 
 @special("gather")
 def _look_up(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Look up own rows, with zeros for the rows of other devices."""
+    """Look up the rows that a device has, with zeros for the rows of other devices."""
     rows, params = ins[0], node.eqn.params
     numbers, out = params["dimension_numbers"], ctx.block.avals[node.outs[0]]
     column = _column(ctx, rows, ins[1:], numbers.start_index_map, numbers.collapsed_slice_dims)
@@ -39,48 +39,53 @@ def _look_up(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
     last = [shape[d] - params["slice_sizes"][d] for d in numbers.start_index_map]
     fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP  # else XLA takes the nearest
 
-    def run(device: DeviceContext, node: Node, xs: list[Any]) -> Sequence[Any]:
-        at, own, exists = _own(device, _signed(xs[1], None if fills else last), column, rows, shape[rows.dim])
+    def run(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
+        indices = _signed(xs[1], None if fills else last)
+        local, present, exists = _localize(device, indices, column, rows, shape[rows.dim])
         if fills:  # no such row: the fill value counts once
-            own |= ~exists & (device.index == 0)
+            present |= ~exists & (device.index == 0)
         else:
-            here = [rows.chunk - 1 if k == column else n for k, n in enumerate(last)]
-            at = jnp.clip(at, 0, jnp.asarray(here, at.dtype))
-        found = device.bind(node, [xs[0], at], {**params, "unique_indices": False, "indices_are_sorted": False})[0]
+            local_last = [rows.chunk - 1 if k == column else n for k, n in enumerate(last)]
+            local = jnp.clip(local, 0, jnp.asarray(local_last, local.dtype))
+        # Clipped indices are neither unique nor sorted any more.
+        promises = {"unique_indices": False, "indices_are_sorted": False}
+        values = device.bind(node, [xs[0], local], {**params, **promises})[0]
         dims = [d for d in range(out.ndim) if d not in numbers.offset_dims]
-        return [jnp.where(lax.broadcast_in_dim(own, out.shape, dims), found, jnp.zeros_like(found))]
+        return [jnp.where(lax.broadcast_in_dim(present, out.shape, dims), values, jnp.zeros_like(values))]
 
     return Strategy([form(rows), REPLICATED], [Partial(bits=True)], run)
 
 
 @special(*_SCATTERS)
 def _change(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Change each device's own rows; a deferred array is made in any slices requested."""
+    """Change the rows that each device has; a deferred array is made in any slices requested."""
     rows, params = ins[0], node.eqn.params
     numbers, shape = params["dimension_numbers"], ctx.block.shapes(node.ins)[0]
     mapped = numbers.scatter_dims_to_operand_dims
-    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    window = (d for d in range(len(shape)) if d not in gone)
+    single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window = (d for d in range(len(shape)) if d not in single)
     sizes = dict(zip(window, (ctx.block.shapes(node.ins)[2][d] for d in numbers.update_window_dims), strict=True))
     last, clips = [shape[d] - sizes.get(d, 1) for d in mapped], params["mode"] == lax.GatherScatterMode.CLIP
 
-    def change(device: DeviceContext, node: Node, xs: Sequence[Any], rows: Split, column: int) -> Any:
+    def change(device: DeviceContext, node: Node, xs: Sequence[jax.Array], rows: Split, column: int) -> jax.Array:
         """Change this slice by the updates for its rows, and drop the rest."""
-        at, own, _ = _own(device, _signed(xs[1], last if clips else None), column, rows, shape[rows.dim])
-        at = jnp.where(_is(at, column) & ~own[..., None], rows.rows, at)
+        indices = _signed(xs[1], last if clips else None)
+        local, present, _ = _localize(device, indices, column, rows, shape[rows.dim])
+        # Other devices' rows are beyond the end, in every mode, so that they are dropped.
+        local = jnp.where(_is(local, column) & ~present[..., None], rows.rows, local)
         new = {**params, "mode": lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False}
-        return device.bind(node, [xs[0], at, xs[2]], new)[0]
+        return device.bind(node, [xs[0], local, xs[2]], new)[0]
 
     if isinstance(rows, Deferred) and all(isinstance(p, (Replicated, Deferred)) for p in ins[1:]) and mapped:
 
-        def make(device: DeviceContext, node: Node, to: Form) -> Any:
-            column = _column(ctx, to, ins[1:], mapped, numbers.inserted_window_dims)
+        def make(device: DeviceContext, node: Node, target: Form) -> jax.Array:
+            column = _column(ctx, target, ins[1:], mapped, numbers.inserted_window_dims)
             if column is None:
                 whole = device.bind(node, [device.take(i, REPLICATED) for i in node.ins])[0]
-                return device.cut(whole, to) if isinstance(to, Split) else whole
-            assert isinstance(to, Split)
-            xs = [device.take(node.ins[0], to), *(device.take(i, REPLICATED) for i in node.ins[1:])]
-            return change(device, node, xs, to, column)
+                return device.cut(whole, target) if isinstance(target, Split) else whole
+            assert isinstance(target, Split)
+            xs = [device.take(node.ins[0], target), *(device.take(i, REPLICATED) for i in node.ins[1:])]
+            return change(device, node, xs, target, column)
 
         return Strategy([None] * len(ins), [Deferred()], make=make)
     column = _column(ctx, rows, ins[1:], mapped, numbers.inserted_window_dims)
@@ -92,7 +97,7 @@ def _change(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy 
 
 
 def _column(
-    ctx: RuleContext, rows: Any, others: Sequence[Placement], mapped: Sequence[int], single: Sequence[int]
+    ctx: RuleContext, rows: Placement, others: Sequence[Placement], mapped: Sequence[int], single: Sequence[int]
 ) -> int | None:
     """Return the column of indices that selects split rows, if every device has all else."""
     if not isinstance(rows, Split) or rows.outer > 1 or rows.whole or (rows.is_padded(ctx.n) and not rows.of_state):
@@ -102,7 +107,7 @@ def _column(
     return list(mapped).index(rows.dim)
 
 
-def _signed(indices: Any, last: Sequence[int] | None) -> Any:
+def _signed(indices: jax.Array, last: Sequence[int] | None) -> jax.Array:
     """Make indices signed; with `last`, clip them to the nearest valid index."""
     dtype = jnp.int64 if indices.dtype.itemsize == 8 else jnp.int32
     if indices.dtype in (jnp.uint32, jnp.uint64):
@@ -111,15 +116,18 @@ def _signed(indices: Any, last: Sequence[int] | None) -> Any:
     return indices if last is None else jnp.clip(indices, 0, jnp.asarray(last, dtype))
 
 
-def _own(device: DeviceContext, indices: Any, column: int, rows: Split, size: int) -> tuple[Any, Any, Any]:
-    """Return indices relative to this device's rows, and masks: found here, valid anywhere."""
-    at, start = indices[..., column], (device.index * rows.chunk).astype(indices.dtype)
-    exists = (at >= 0) & (at < size)
-    own = exists & (at >= start) & (at < start + rows.chunk)
-    return jnp.where(_is(indices, column), indices - start, indices), own, exists
+def _localize(
+    device: DeviceContext, indices: jax.Array, column: int, rows: Split, size: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return indices relative to this device's rows, and masks: present on this device, valid anywhere."""
+    row, start = indices[..., column], (device.index * rows.chunk).astype(indices.dtype)
+    exists = (row >= 0) & (row < size)
+    present = exists & (row >= start) & (row < start + rows.chunk)
+    return jnp.where(_is(indices, column), indices - start, indices), present, exists
 
 
-def _is(indices: Any, column: int) -> Any:
+def _is(indices: jax.Array, column: int) -> jax.Array:
+    """Return a mask of the entries of one column."""
     return lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1) == column
 
 
@@ -133,20 +141,20 @@ def _own_rows(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strateg
         return None
     operand, (whole, indices, *_) = ins[0], ctx.block.shapes(node.ins)
     _, single, mapped, _, along = node.eqn.params["dimension_numbers"]
-    found = [
+    candidates = [
         (column, row)
         for column, d in enumerate(mapped)
         if d in single and (not isinstance(operand, Split) or operand.dim == d)
         and (row := _place(ctx, node.ins[1], column)) is not None and row not in along and indices[row] == whole[d]
     ]  # fmt: skip
-    if not found:
+    if not candidates:
         return None
-    (column, row), *_ = found
+    (column, row), *_ = candidates
     mapping = _mapping(node, column, row)
     if (strategy := ctx.by_factors(mapping, ins, ctx.block.factors(mapping))) is None:
         return None
 
-    def run(device: DeviceContext, node: Node, xs: list[Any]) -> Sequence[Any]:
+    def run(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
         assert strategy.run is not None
         return strategy.run(device, mapping, [xs[0], jnp.delete(xs[1], column, -1), *xs[2:]])
 
@@ -203,8 +211,8 @@ def _counts(ctx: RuleContext, i: int) -> int | None:
         if d is None:
             return None
         if node.name == "broadcast_in_dim":
-            to = int(params["broadcast_dimensions"][d])
-            return to if new[to] == old[d] else None
+            target = int(params["broadcast_dimensions"][d])
+            return target if new[target] == old[d] else None
         longer = [k for k, n in enumerate(new) if n != 1]
         return longer[0] if len(longer) == 1 and new[longer[0]] == old[d] else None
     return None

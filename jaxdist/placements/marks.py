@@ -3,7 +3,7 @@
 A mark on an unmodified input of the step says how to keep it between steps.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,53 +52,54 @@ class Marks:
 
 def marks(infer: Inference, block: Block, level: int | None) -> Marks:
     """Collect the marks of a step."""
-    found = Marks()
-    _follow(infer, block, [_From(i) for i in range(len(block.inputs))], found, level)
-    if found.parameters and "parameter" not in found.roles.values():
+    collected = Marks()
+    _follow(infer, block, [_From(i) for i in range(len(block.inputs))], collected, level)
+    if collected.parameters and "parameter" not in collected.roles.values():
         raise ValueError(
             "zero(level=3) keeps the parameters in shards, and finds no argument of the step that they are: tell it, "
             "tx.update(grads, state, params)"
         )
-    return found
+    return collected
 
 
 def _follow(
-    infer: Inference, block: Block, inputs: Sequence[_From | None], found: Marks, level: int | None
+    infer: Inference, block: Block, inputs: Sequence[_From | None], collected: Marks, level: int | None
 ) -> list[_From | None]:
-    at = dict(zip(block.inputs, inputs, strict=True))
+    """Follow inputs through a block, collect the marks on the way, and return where the outputs are from."""
+    env = dict(zip(block.inputs, inputs, strict=True))
     for node in block.traced:
-        args = [at.get(i) for i in node.ins]
+        args = [env.get(i) for i in node.ins]
         if node.name in CONTROL_FLOW:
-            outs = _in_bodies(infer, node, args, found, level)
+            outs = _in_bodies(infer, node, args, collected, level)
         else:
-            outs = _node(node, args, found, level)
-        at.update(zip(node.outs, outs, strict=True))
-    return [at.get(i) for i in block.outputs]
+            outs = _node(node, args, collected, level)
+        env.update(zip(node.outs, outs, strict=True))
+    return [env.get(i) for i in block.outputs]
 
 
 def _in_bodies(
-    infer: Inference, node: Node, args: Sequence[_From | None], found: Marks, level: int | None
+    infer: Inference, node: Node, args: Sequence[_From | None], collected: Marks, level: int | None
 ) -> Sequence[_From | None]:
     """Follow inputs through bodies; keep sources that all branches agree on and no turn changes."""
     every = []
     for body in bodies(node.eqn):
         if not body.outs:
             continue
-        found.sliced |= {a.index for k in body.xs if (a := args[body.ins[k]])}
-        given = [None if k in body.xs else args[i] for k, i in enumerate(body.ins)]
-        outs = _follow(infer, infer.block(body.closed, node.backward), given, found, level)
+        collected.sliced |= {a.index for k in body.xs if (a := args[body.ins[k]])}
+        sources = [None if k in body.xs else args[i] for k, i in enumerate(body.ins)]
+        outs = _follow(infer, infer.block(body.closed, node.backward), sources, collected, level)
         for o, k in enumerate(body.carry):
-            outs[o] = outs[o] if outs[o] == given[k] else None
+            outs[o] = outs[o] if outs[o] == sources[k] else None
         every.append([None if o in body.ys else source for o, source in enumerate(outs)])
     return [outs[0] if len(set(outs)) == 1 else None for outs in zip(*every, strict=True)]
 
 
-def _node(node: Node, args: Sequence[_From | None], found: Marks, level: int | None) -> Sequence[_From | None]:
+def _node(node: Node, args: Sequence[_From | None], collected: Marks, level: int | None) -> Sequence[_From | None]:
     name, params = node.name, node.eqn.params
     if name == "jaxdist_shard":
-        _mark(params, args[0], params["level"] if level is None or params["role"] == "requested" else level, found)
+        _mark(params, args[0], params["level"] if level is None or params["role"] == "requested" else level, collected)
     if name == "gather" and args[0] and 0 in params["dimension_numbers"].collapsed_slice_dims:
-        found.sliced.add(args[0].index)
+        collected.sliced.add(args[0].index)
     if name in SAME:
         return args[: len(node.outs)]
     if name == "convert_element_type" and args[0]:
@@ -106,67 +107,68 @@ def _node(node: Node, args: Sequence[_From | None], found: Marks, level: int | N
     return args if name == "optimization_barrier" else [None] * len(node.outs)
 
 
-def _mark(params: Mapping[str, Any], source: _From | None, own: int, found: Marks) -> None:
-    """Record a mark at level `own` on the input that it belongs to."""
+def _mark(params: Mapping[str, Any], source: _From | None, level: int, collected: Marks) -> None:
+    """Record a mark at this level on the input that it belongs to."""
     role = params["role"]
     if role != "requested":
-        found.levels.add(params["level"])
-    found.parameters |= role == "gradient" and own == 3
+        collected.levels.add(params["level"])
+    collected.parameters |= role == "gradient" and level == 3
     if source:
         if role in ("state", "parameter"):
-            found.roles.setdefault(source.index, role)
-        if source.exact and role in _KEPT and own >= _KEPT[role] and (own or role == "requested"):
-            found.sharded.add(source.index)
+            collected.roles.setdefault(source.index, role)
+        if source.exact and role in _KEPT and level >= _KEPT[role] and (level or role == "requested"):
+            collected.sharded.add(source.index)
             if params["offload"] and role == "state":
-                found.offloaded.add(source.index)
+                collected.offloaded.add(source.index)
 
 
 def marked(infer: Inference, block: Block) -> dict[int, int]:
     """Map each value that leads to a mark to the dimension that the mark will split."""
-    found: dict[int, int] = {}
+    dims: dict[int, int] = {}
     for node in reversed(block.nodes):
         if node.name == "jaxdist_shard":
             dim = infer.choose(block.avals[node.ins[0]].shape)
             if dim is not None and node.eqn.params["role"] != "requested" and infer.level(node) > 0:
-                found.setdefault(node.ins[0], dim)
+                dims.setdefault(node.ins[0], dim)
             continue
-        dim = next((found[o] for o in node.outs if o in found), None)
+        dim = next((dims[o] for o in node.outs if o in dims), None)
         if dim is None:
             continue
         if node.name == "transpose":
-            found.setdefault(node.ins[0], node.eqn.params["permutation"][dim])
+            dims.setdefault(node.ins[0], node.eqn.params["permutation"][dim])
         elif node.name in ("reshape", "squeeze"):
             old, new = (block.avals[i].shape for i in (node.ins[0], node.outs[0]))
-            before = reshaped(infer.shard(dim, new[dim]), new, old)
-            if before is not None and before.is_tile(infer.devices):
-                found.setdefault(node.ins[0], before.dim)
+            operand = reshaped(infer.shard(dim, new[dim]), new, old)
+            if operand is not None and operand.is_tile(infer.devices):
+                dims.setdefault(node.ins[0], operand.dim)
         elif is_elementwise(node.eqn.primitive) or node.name == "jaxdist_all_reduce":
             shape = block.avals[node.outs[0]].shape
             for i in (i for i in node.ins if block.avals[i].shape == shape):
-                found.setdefault(i, dim)
-    return found
+                dims.setdefault(i, dim)
+    return dims
 
 
 def used_in_slices(infer: Inference, placed: Propagation) -> dict[int, Split]:
     """Find summands of which each device uses one slice, like the gradient of a gathered value, and the slices."""
-    block, at = placed.block, placed.placements
-    taken: dict[int, set[Form]] = {i: {REPLICATED} for i in block.outputs}
-    found: dict[int, Split] = {}
+    block, placements = placed.block, placed.placements
+    uses: dict[int, set[Form]] = {i: {REPLICATED} for i in block.outputs}
+    slices: dict[int, Split] = {}
     for node, strategy in zip(reversed(block.nodes), reversed(placed.strategies), strict=True):
-        in_forms = [to or REPLICATED for to in strategy.in_forms]
-        for i, given in zip(node.outs, strategy.out_placements, strict=True):
-            if isinstance(given, Partial) and (to := _slice(taken.get(i))) and to.is_tile(infer.devices):
-                found[i] = to
+        in_forms = [in_form or REPLICATED for in_form in strategy.in_forms]
+        for i, placement in zip(node.outs, strategy.out_placements, strict=True):
+            if isinstance(placement, Partial) and (split := _slice(uses.get(i))) and split.is_tile(infer.devices):
+                slices[i] = split
         # Work that is repeated on the way can be cut too.
-        whole = strategy.run is run_as_is and not any(isinstance(at[i], Split) for i in node.ins)
-        to = _slice(taken.get(node.outs[0])) if whole and len(node.outs) == 1 and not node.eqn.effects else None
-        described = block.factors(node) if to else None
-        factor = described.results[0][to.dim] if described and to else None
-        if described and to and factor is not None:
-            in_forms = [to.along(dims.index(factor)) if factor in dims else REPLICATED for dims in described.operands]
+        whole = strategy.run is run_as_is and not any(isinstance(placements[i], Split) for i in node.ins)
+        split = _slice(uses.get(node.outs[0])) if whole and len(node.outs) == 1 and not node.eqn.effects else None
+        described = block.factors(node) if split else None
+        factor = described.results[0][split.dim] if described and split else None
+        if described and split and factor is not None:
+            operands = described.operands
+            in_forms = [split.along(dims.index(factor)) if factor in dims else REPLICATED for dims in operands]
         for i, form_ in zip(node.ins, in_forms, strict=True):
-            taken.setdefault(i, set()).add(form_)
-    return found
+            uses.setdefault(i, set()).add(form_)
+    return slices
 
 
 def _slice(forms: set[Form] | None) -> Split | None:
@@ -181,14 +183,14 @@ HOST = "host"
 Within = int | str | None  # the devices that share a leaf: all (None), each host's (``"host"``), or this many in a row
 
 
-def check_within(within: Any) -> None:
+def check_within(within: object) -> None:
     """Refuse an invalid `Within`."""
     if within is None or within == HOST or (type(within) is int and within > 0):
         return
     raise ValueError(f"within={within!r}: expected None (all devices), 'host' (each host's) or a number")
 
 
-def group(closed: ClosedJaxpr, hosts: Sequence[Any]) -> int:
+def group(closed: ClosedJaxpr, hosts: Sequence[Hashable]) -> int:
     """Return how many devices in a row share the sharded leaves of a step, or 0 for all."""
     sizes = {_size(within, hosts) for within in asked(closed, "within")}
     if len(sizes) > 1:
@@ -196,11 +198,11 @@ def group(closed: ClosedJaxpr, hosts: Sequence[Any]) -> int:
             f"the step keeps leaves in shards within groups of {' and of '.join(map(str, sorted(sizes)))} devices: "
             "one step has groups of one size. Give each jaxdist.zero and jaxdist.shard in it the same `within`"
         )
-    found = sizes.pop() if sizes else 0
-    return 0 if found == len(hosts) else found
+    size = sizes.pop() if sizes else 0
+    return 0 if size == len(hosts) else size  # a group of all is none
 
 
-def _size(within: Within, hosts: Sequence[Any]) -> int:
+def _size(within: Within, hosts: Sequence[Hashable]) -> int:
     n = len(hosts)
     if within is None or n == 1:
         return n

@@ -7,16 +7,17 @@ of its parameters and the update of the stage before.
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxdist.errors import StepError
 from jaxdist.ir.interpreter import Interpreter, called, inlined, live, renamed
 from jaxdist.ir.primitives import shard_p
 from jaxdist.mesh import Axis
+from jaxdist.placements.values import aval_of
 
 _STAGES = 16  # approximate number of stages, given enough leaves. Two or three are on the device at a time
 
@@ -26,12 +27,12 @@ class _Origin(NamedTuple):
 
     away: frozenset[int] = frozenset()  # the arguments in host memory that it depends on
     when: int = -1  # the time of
-    gradient: Any = None  # the gradient, or number made of gradients, that is computed last
+    gradient: Var | None = None  # the gradient, or number made of gradients, that is computed last
 
 
 class _Stage(NamedTuple):
     arguments: list[int]
-    gradient: Any
+    gradient: Var | None  # to wait for
 
 
 def staged(closed: ClosedJaxpr, offloaded: Mapping[int, int | None], axes: Sequence[Axis]) -> ClosedJaxpr:
@@ -48,18 +49,18 @@ def staged(closed: ClosedJaxpr, offloaded: Mapping[int, int | None], axes: Seque
     jaxpr, eqns = closed.jaxpr, live(closed.jaxpr)
     origins = _origins(jaxpr, eqns, offloaded)
     stages = _stages(jaxpr, offloaded, origins)
-    stage_of: dict[Any, int] = {jaxpr.invars[i]: s for s, stage in enumerate(stages, 1) for i in stage.arguments}
+    stage_of: dict[Var, int] = {jaxpr.invars[i]: s for s, stage in enumerate(stages, 1) for i in stage.arguments}
     parts: list[list[JaxprEqn]] = [[] for _ in range(len(stages) + 1)]  # the first needs none
     for eqn in eqns:
         s = max((stage_of.get(v, 0) for v in _variables(eqn.invars)), default=0)
         parts[s].append(eqn)
         stage_of.update(dict.fromkeys(eqn.outvars, s))
 
-    out, names, updated = parts[0], dict[Any, Any](), list[Any]()
+    out, names, updated = parts[0], dict[Var, Var](), list[Var]()
     done = {v for eqn in out for v in eqn.outvars}
     for stage, part in zip(stages, parts[1:], strict=True):
-        after = [*updated, *([stage.gradient] if stage.gradient in done else [])]
-        out += _fetching([jaxpr.invars[i] for i in stage.arguments], after, names, axes)
+        causes = [*updated, *([stage.gradient] if stage.gradient in done else [])]
+        out += _fetching([jaxpr.invars[i] for i in stage.arguments], causes, names, axes)
         out += [eqn.replace(invars=renamed(eqn.invars, names)) for eqn in part]
         done.update(v for eqn in part for v in eqn.outvars)
         results = [jaxpr.outvars[k] for i in stage.arguments if (k := offloaded[i]) is not None]
@@ -76,60 +77,64 @@ class _Flat(Interpreter):
         return called(eqn) is not None
 
 
-def _origins(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], offloaded: Mapping[int, int | None]) -> dict[Any, _Origin]:
+def _origins(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], offloaded: Mapping[int, int | None]) -> dict[Var, _Origin]:
     """Find the origin of each variable."""
-    found = {jaxpr.invars[i]: _Origin(frozenset({i})) for i in offloaded}
-    made: dict[Any, int] = {}
+    origins = {jaxpr.invars[i]: _Origin(frozenset({i})) for i in offloaded}
+    times: dict[Var, int] = {}  # when each variable is computed
     for n, eqn in enumerate(eqns):
-        before = [found[v] for v in _variables(eqn.invars) if v in found]
-        away = frozenset[int]().union(*(one.away for one in before))
-        last = max(before, key=lambda one: one.when, default=_Origin())
-        result: Any = eqn.outvars[0] if eqn.outvars else None
+        operands = [origins[v] for v in _variables(eqn.invars) if v in origins]
+        away = frozenset[int]().union(*(origin.away for origin in operands))
+        last = max(operands, key=lambda origin: origin.when, default=_Origin())
+        result = eqn.outvars[0] if eqn.outvars else None
         if eqn.primitive is shard_p and eqn.params["role"] == "gradient":
             # Marks are where the optimizer is called; the gradient is ready when its value is.
-            last = _Origin(away, next((made[v] for v in _variables(eqn.invars) if v in made), 0), result)
-        elif last.when >= 0 and not away and result.aval.size == 1:  # a norm of all, for example
+            last = _Origin(away, next((times[v] for v in _variables(eqn.invars) if v in times), 0), result)
+        elif last.when >= 0 and not away and result and aval_of(result).size == 1:  # a norm of all, for example
             last = _Origin(away, n, result)
-        found.update((v, last._replace(away=away)) for v in eqn.outvars)
-        made.update(dict.fromkeys(eqn.outvars, n))
-    return found
+        origins.update((v, last._replace(away=away)) for v in eqn.outvars)
+        times.update(dict.fromkeys(eqn.outvars, n))
+    return origins
 
 
-def _stages(jaxpr: Jaxpr, offloaded: Mapping[int, int | None], origins: Mapping[Any, _Origin]) -> list[_Stage]:
+def _stages(jaxpr: Jaxpr, offloaded: Mapping[int, int | None], origins: Mapping[Var, _Origin]) -> list[_Stage]:
     """Divide the offloaded arguments into parts to update in the order of their gradients."""
     # Those that share a result (one parameter's moments, or what is gathered in one bucket) share a stage.
     together: list[_Origin] = []
     for v in (*_variables(jaxpr.outvars), *(jaxpr.invars[i] for i in offloaded)):
-        one = origins.get(v, _Origin())
-        if one.away:
-            for other in [other for other in together if other.away & one.away]:
+        group = origins.get(v, _Origin())
+        if group.away:
+            for other in [other for other in together if other.away & group.away]:
                 together.remove(other)
-                one = max(one, other, key=lambda each: each.when)._replace(away=one.away | other.away)
-            together.append(one)
-    avals: dict[int, Any] = {i: jaxpr.invars[i].aval for i in offloaded}
-    full = sum(a.size * a.dtype.itemsize for a in avals.values()) / _STAGES
+                group = max(group, other, key=lambda origin: origin.when)._replace(away=group.away | other.away)
+            together.append(group)
+    avals = {i: aval_of(jaxpr.invars[i]) for i in offloaded}
+    sizes = {i: aval.size * aval.dtype.itemsize for i, aval in avals.items()}
+    full = sum(sizes.values()) / _STAGES
     stages, held = list[_Stage](), full
-    for one in sorted(together, key=lambda one: (one.when, min(one.away))):
-        arguments = sorted(one.away)
+    for group in sorted(together, key=lambda group: (group.when, min(group.away))):
+        arguments = sorted(group.away)
         if held >= full:
             stages.append(_Stage([], None))
             held = 0
-        stages[-1] = _Stage(stages[-1].arguments + arguments, one.gradient)
-        held += sum(avals[i].size * avals[i].dtype.itemsize for i in arguments)
+        stages[-1] = _Stage(stages[-1].arguments + arguments, group.gradient)
+        held += sum(sizes[i] for i in arguments)
     return stages
 
 
-def _fetching(own: Sequence[Any], after: Sequence[Any], names: dict[Any, Any], axes: Sequence[Axis]) -> list[JaxprEqn]:
-    """Return operations that fetch variables after others; add the new names to `names`."""
+def _fetching(
+    arguments: Sequence[Var], causes: Sequence[Var], names: dict[Var, Var], axes: Sequence[Axis]
+) -> list[JaxprEqn]:
+    """Return operations that fetch arguments once `causes` are known; add the new names to `names`."""
 
-    def fetch(*operands: Any) -> list[Any]:
-        xs = lax.optimization_barrier(operands) if after else operands
-        return [jax.device_put(x, jax.memory.Space.Device) for x in xs[: len(own)]]
+    def fetch(*operands: jax.Array) -> list[jax.Array]:
+        # The barrier is an operand's only tie to the causes: XLA would else start the copy at once.
+        xs = lax.optimization_barrier(operands) if causes else operands
+        return [jax.device_put(x, jax.memory.Space.Device) for x in xs[: len(arguments)]]
 
-    eqns, fetched, _ = inlined(fetch, renamed([*own, *after], names), axes)
-    names.update(zip(own, fetched, strict=True))
+    eqns, fetched, _ = inlined(fetch, renamed([*arguments, *causes], names), axes)
+    names.update(zip(arguments, fetched, strict=True))
     return eqns
 
 
-def _variables(atoms: Sequence[Any]) -> Iterator[Any]:
+def _variables(atoms: Sequence[Var | Literal]) -> Iterator[Var]:
     return (atom for atom in atoms if not isinstance(atom, Literal))

@@ -5,7 +5,6 @@ Reference: Shoeybi et al., *Megatron-LM*, arXiv 1909.08053, section 3 (a weight 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jaxdist.placements.block import TO_A_SUM, Node
 from jaxdist.placements.propagate import RuleContext, alternative
 from jaxdist.placements.rules import Factors
 from jaxdist.placements.strategy import IN_PLACE, Strategy, nbytes
-from jaxdist.placements.values import REPLICATED, Partial, Placement, Split, form, tile
+from jaxdist.placements.values import REPLICATED, Aval, Partial, Placement, Split, form, tile
 
 NAME = "send the examples"  # the name of the option
 
@@ -24,7 +23,7 @@ NAME = "send the examples"  # the name of the option
 def _product(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     described = ctx.block.factors(node)
     batch = [k for k, p in enumerate(ins) if isinstance(p, Split) and not p.of_state]
-    kept = [k for k, p in enumerate(ins) if isinstance(p, Split) and p.of_state]
+    sharded = [k for k, p in enumerate(ins) if isinstance(p, Split) and p.of_state]
     if described is None or not batch or len(node.outs) > 1:
         return None
     splits = [p for p in ins if isinstance(p, Split)]
@@ -37,19 +36,19 @@ def _product(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
         return None
     (example,) = examples
     assert example is not None
-    if len(kept) == 1:
-        return _with_slices(ctx, node, ins, described, kept[0], example)
-    return _in_slices(ctx, node, ins, described, example) if not kept else None
+    if len(sharded) == 1:
+        return _with_slices(ctx, node, ins, described, sharded[0], example)
+    return _in_slices(ctx, node, ins, described, example) if not sharded else None
 
 
 def _with_slices(
-    ctx: RuleContext, node: Node, ins: Sequence[Placement], described: Factors, kept: int, example: int
+    ctx: RuleContext, node: Node, ins: Sequence[Placement], described: Factors, sharded: int, example: int
 ) -> Strategy | None:
     """Multiply the batch with a weight that is split over the devices."""
-    weight = ins[kept]
+    weight = ins[sharded]
     assert isinstance(weight, Split)
-    (result,), cut = described.results, described.operands[kept][weight.dim]
-    if cut is None or cut == example or example in described.operands[kept] or example not in result:
+    (result,), cut = described.results, described.operands[sharded][weight.dim]
+    if cut is None or cut == example or example in described.operands[sharded] or example not in result:
         return None
     out = ctx.block.avals[node.outs[0]]
     back = tile(result.index(example), out.shape[result.index(example)], ctx.n)
@@ -57,7 +56,7 @@ def _with_slices(
     if strategy is None:
         return None
     summands = out if isinstance(strategy.out_placements[0], Partial) else None
-    if not _fits(ctx, node, ins, strategy, ctx.block.avals[node.ins[kept]], summands):
+    if not _fits(ctx, node, ins, strategy, ctx.block.avals[node.ins[sharded]], summands):
         return None
     return replace(strategy, instead=IN_PLACE, out_forms=[back], name=NAME)
 
@@ -83,20 +82,25 @@ def _in_slices(
 
 def _is_added_up_elsewhere(ctx: RuleContext, o: int) -> bool:
     """Check whether a sum also runs over a different axis: one reduction then covers both."""
-    after = ctx.block.next.get(o)
-    while after and after.name in TO_A_SUM:
-        after = ctx.block.next.get(after.outs[0])
-    return after is not None and after.name == "jaxdist_all_reduce"
+    user = ctx.block.next.get(o)
+    while user and user.name in TO_A_SUM:
+        user = ctx.block.next.get(user.outs[0])
+    return user is not None and user.name == "jaxdist_all_reduce"
 
 
 def _fits(
-    ctx: RuleContext, node: Node, ins: Sequence[Placement], strategy: Strategy, weight: Any, made: Any = None
+    ctx: RuleContext,
+    node: Node,
+    ins: Sequence[Placement],
+    strategy: Strategy,
+    weight: Aval,
+    summands: Aval | None = None,
 ) -> bool:
     """Check that batch values held whole are at most as large as a slice of the weight: they take the memory saved."""
     operands = zip(ins, strategy.in_forms, node.ins, strict=True)
-    batch = [(to, ctx.block.avals[i]) for p, to, i in operands if isinstance(p, Split) and not p.of_state]
-    whole = sum(nbytes(aval) for to, aval in batch if not isinstance(to, Split)) + (nbytes(made) if made else 0)
-    return whole <= nbytes(weight) // ctx.n
+    batch = [(in_form, ctx.block.avals[i]) for p, in_form, i in operands if isinstance(p, Split) and not p.of_state]
+    whole = sum(nbytes(aval) for in_form, aval in batch if not isinstance(in_form, Split))
+    return whole + (nbytes(summands) if summands else 0) <= nbytes(weight) // ctx.n
 
 
 # --- attention over a sequence in slices
@@ -113,7 +117,7 @@ def _heads(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy |
     described = ctx.block.factors(node)
     if ctx.infer.axis.name != SEQUENCE or described is None or not isinstance(p, Split) or not isinstance(q, Split):
         return None
-    if any(one.whole or one.of_state or one.outer > 1 or one.is_padded(ctx.n) for one in (p, q)):
+    if any(split.whole or split.of_state or split.outer > 1 or split.is_padded(ctx.n) for split in (p, q)):
         return None
     (a, b), (result,) = described.operands, described.results
     sizes = dict(zip(result, ctx.block.shapes(node.outs)[0], strict=True))
@@ -131,11 +135,11 @@ def _heads(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy |
 
 def _places(ctx: RuleContext, node: Node, described: Factors, ins: tuple[Split, Split], heads: int) -> int | None:
     """Return the result's factor along one sequence, or None if it has two or none."""
-    found = set[int | None]()
+    candidates = set[int | None]()
     for p, other, dims, shape in zip(ins, ins[::-1], described.operands, ctx.block.shapes(node.ins), strict=True):
         if dims[p.dim] != heads:
-            found.add(dims[p.dim])
+            candidates.add(dims[p.dim])
         else:  # this compares positions: take factors as long as the other operand's
-            found.update(f for f, n in zip(dims, shape, strict=True) if f != heads and n == other.size)
-    found.intersection_update(described.results[0])
-    return found.pop() if len(found) == 1 else None
+            candidates.update(f for f, n in zip(dims, shape, strict=True) if f != heads and n == other.size)
+    candidates.intersection_update(described.results[0])
+    return candidates.pop() if len(candidates) == 1 else None

@@ -36,38 +36,38 @@ class Row:
 
     def __str__(self) -> str:
         size = f"{self.share:.0%} of the FLOPs" if self.what == "repeated" else in_words(self.bytes)
-        at = f" at {_short(self.line)}" if self.line else ""
-        said = f"{size} over {self.axis}: {self.what} ({self.operation}){at}", self.why
-        return "; ".join(filter(None, (*said, self.instead and f"instead: {self.instead}")))
+        place = f" at {_short(self.line)}" if self.line else ""
+        fact = f"{size} over {self.axis}: {self.what} ({self.operation}){place}"
+        return "; ".join(filter(None, (fact, self.why, self.instead and f"instead: {self.instead}")))
 
 
 def rows(over: Sequence[Propagation]) -> list[Row]:
     """Return communication, most bytes first, then repeated work."""
-    found = _moved(over)
+    listed = _moved(over)
     if over and (again := unsplit(placed := _over_data(over))):
         why, instead = "no argument is taken for the batch", "batch_argnums= says which one is"
         share = again / work(placed)
-        return [*found, Row(placed.axis, "repeated", "all of it", "", 0, again, share, why, instead)]
-    for one in over:
-        total, repeated = work(one), Counter[tuple[str, str]]()
-        for node, cost, again in _work(one, 1):
+        return [*listed, Row(placed.axis, "repeated", "all of it", "", 0, again, share, why, instead)]
+    for placed in over:
+        total, repeated = work(placed), Counter[tuple[str, str]]()
+        for node, cost, again in _work(placed, 1):
             repeated[node.name, node.line] += cost * again
         why = "every device has all of its operands"
-        found += [
-            Row(one.axis, "repeated", name, line, 0, cost, cost / total, why)
+        listed += [
+            Row(placed.axis, "repeated", name, line, 0, cost, cost / total, why)
             for (name, line), cost in repeated.most_common() if cost
         ]  # fmt: skip
-    return found
+    return listed
 
 
 def _over_data(over: Sequence[Propagation]) -> Propagation:
-    return next((one for one in over if one.axis in (GROUP, AXIS)), over[0])
+    return next((placed for placed in over if placed.axis in (GROUP, AXIS)), over[0])
 
 
 def _moved(over: Sequence[Propagation]) -> list[Row]:
     """Return communication, without values that have no entries."""
     sizes = Counter[tuple[Row, str]]()
-    for placed, (message, times) in ((one, sent) for one in over for sent in one.sent()):
+    for placed, (message, times) in ((p, sent) for p in over for sent in p.sent()):
         name, what, why = message.operation, message.kind, message.why
         if name == "jaxdist_all_reduce":  # over several axes: counted over the first
             continue
@@ -81,15 +81,15 @@ def _moved(over: Sequence[Propagation]) -> list[Row]:
     return [replace(row, bytes=size) for (row, _), size in sizes.most_common() if size]
 
 
-def text(found: Sequence[Row], verbose: bool) -> str:
+def text(listed: Sequence[Row], verbose: bool) -> str:
     """Describe the bytes over each axis, and the largest rows, or all if `verbose`."""
-    moved = [row for row in found if row.what != "repeated"]
-    repeated = [row for row in found if row.what == "repeated" and (verbose or row.share > _WORTH_SAYING)]
+    moved = [row for row in listed if row.what != "repeated"]
+    repeated = [row for row in listed if row.what == "repeated" and (verbose or row.share > _WORTH_SAYING)]
     sent = Counter[str]()
     for row in moved:
         sent[row.axis] += row.bytes
     lines = [f"over {axis}: {in_words(size)}, {size / sent.total():.0%} of all bytes" for axis, size in sent.items()]
-    most = len(found) if verbose else _MOST_ROWS
+    most = len(listed) if verbose else _MOST_ROWS
     for row in (*moved[:most], *repeated[:most]):
         lines += textwrap.wrap(f"  {row}", 100, subsequent_indent=" " * 6, break_long_words=False)
     return "\n".join(lines) or "no communication, and no work is repeated across devices"
@@ -100,9 +100,9 @@ def warning(over: Sequence[Propagation]) -> str:
     lines = [] if unsplit(_over_data(over)) else [str(row) for row in rows(over) if _is_slow(row)]
     if not lines:
         return ""
-    more = [f"and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
+    omitted = [f"and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
     first = "operations across examples cost communication or repeated work; see jaxdist.explain:"
-    return "\n  ".join([first, *lines[:_MOST_LINES], *more])
+    return "\n  ".join([first, *lines[:_MOST_LINES], *omitted])
 
 
 def _is_slow(row: Row) -> bool:
@@ -134,8 +134,8 @@ def worth_splitting(placed: Propagation) -> bool:
     """Check whether a step without a batch does more work than an `init`, which makes results."""
     block = placed.block
     entries = sum(math.prod(block.avals[i].shape) for i in (*block.inputs, *block.outputs))
-    least, each = _WORTH_SPLITTING
-    return unsplit(placed) > max(least, each * entries)
+    least, per_entry = _WORTH_SPLITTING
+    return unsplit(placed) > max(least, per_entry * entries)
 
 
 def work(placed: Propagation) -> int:
@@ -146,7 +146,7 @@ def work(placed: Propagation) -> int:
 def _work(placed: Propagation, times: int, every: bool = False) -> Iterator[tuple[Node, int, bool]]:
     """Yield each operation with a device's FLOPs, and whether all repeat it on values that were split (or `every`)."""
     for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
-        whole = all(to == REPLICATED for to in strategy.in_forms)
+        whole = all(in_form == REPLICATED for in_form in strategy.in_forms)
         again = whole and (
             every or any(isinstance(p := placed.placements[i], Split) and not p.of_state for i in node.ins)
         )

@@ -3,6 +3,14 @@
 A factor is a loop of the operation: ``bd,dh->bh`` has three, b, d and h. A dimension runs along one, or along none
 (None: it is needed or made at once). Cutting a factor gives each device some of its turns: values with the factor are
 `Split` along it, others whole. A factor without result is reduced over: it gives a `Partial`, or needs an exchange.
+
+Shardy calls this a sharding rule. Two ways to divide a product, `x @ w.T`, over devices::
+
+    dot_general  x: f32[8,3]  w: f32[2,3]  ->  f32[8,2]
+    operands=((1, 0), (2, 0))  results=((1, 2),)  reduced={0: "sum"}
+
+    factor 1, of 2 devices:  f32[4,3]  f32[2,3]  ->  f32[4,2]  some rows of the result: `Split`
+    factor 0, of 3 devices:  f32[8,1]  f32[2,1]  ->  f32[8,2]  a summand of all of it: `Partial`
 """
 
 import string
@@ -18,6 +26,7 @@ from jaxdist.ir.operations import is_elementwise
 from jaxdist.placements.values import Split
 
 Dims = tuple[int | None, ...]
+Params = Mapping[str, Any]  # of an equation
 
 
 @dataclass(frozen=True)
@@ -30,16 +39,16 @@ class Factors:
     onto: int | None = None  # the operand to which the reduction is added, which must count once
     masked: tuple[int, ...] | None = None  # operands whose padding must not count; None: all that have the factor
     # the parameters that depend on the shapes, for slices: ``params(eqn params, factor, split)``
-    params: Callable[[Mapping[str, Any], int, Split], Mapping[str, Any]] | None = None
+    params: Callable[[Params, int, Split], Params] | None = None
 
 
 Shapes = Sequence[tuple[int, ...]]
 # ``rule(params, shapes of operands, shapes of results)``; returns None to compute it whole
-Rule = Callable[[Mapping[str, Any], Shapes, Shapes], Factors | None]
+Rule = Callable[[Params, Shapes, Shapes], Factors | None]
 LETTERS = string.ascii_letters
 
 
-def factors(primitive: Primitive, params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors | None:
+def factors(primitive: Primitive, params: Params, ins: Shapes, outs: Shapes) -> Factors | None:
     """Return the loops of an operation, or None if it is unknown."""
     if rule := FACTORS.get(primitive.name):
         return rule(params, ins, outs)
@@ -59,25 +68,25 @@ def _elementwise(ins: Shapes, outs: Shapes) -> Factors | None:
 # --- one operand, dimensions that move
 
 
-def _transpose(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+def _transpose(params: Params, ins: Shapes, outs: Shapes) -> Factors:
     return Factors((tuple(range(len(ins[0]))),), (tuple(params["permutation"]),))
 
 
-def _broadcast(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors | None:
+def _broadcast(params: Params, ins: Shapes, outs: Shapes) -> Factors | None:
     if len(ins) > 1:  # its shape depends on values
         return None
-    (old,), (new,), to = ins, outs, map(int, params["broadcast_dimensions"])
-    operand = tuple(d if n == new[d] else None for n, d in zip(old, to, strict=True))
+    (old,), (new,), dims = ins, outs, map(int, params["broadcast_dimensions"])
+    operand = tuple(d if n == new[d] else None for n, d in zip(old, dims, strict=True))
     return Factors((operand,), (tuple(range(len(new))),), params=_sized("shape"))
 
 
 def _without(name: str) -> Rule:
     """Return the rule of an operation that adds or removes dimensions, which a parameter names and must be whole."""
 
-    def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-        gone, rank = set(np.ravel(params[name]).tolist()), max(map(len, (*ins, *outs)))
-        long = tuple(None if d in gone else d for d in range(rank))
-        short = tuple(d for d in range(rank) if d not in gone)
+    def rule(params: Params, ins: Shapes, outs: Shapes) -> Factors:
+        extra, rank = set(np.ravel(params[name]).tolist()), max(map(len, (*ins, *outs)))
+        long = tuple(None if d in extra else d for d in range(rank))
+        short = tuple(d for d in range(rank) if d not in extra)
 
         def dims(shape: tuple[int, ...]) -> Dims:
             return long if len(shape) == rank else short if shape else ()
@@ -87,19 +96,19 @@ def _without(name: str) -> Rule:
     return rule
 
 
-def _sized(name: str) -> Callable[[Mapping[str, Any], int, Split], Mapping[str, Any]]:
+def _sized(name: str) -> Callable[[Params, int, Split], Params]:
     """Update the entry of a parameter that holds the size of the split dimension."""
     return lambda params, factor, split: {
         **params, name: tuple(split.rows if d == factor else n for d, n in enumerate(params[name]))
     }  # fmt: skip
 
 
-def _keeps(whether: Callable[[Mapping[str, Any], Shapes, Shapes], Iterable[bool]], sized: str | None = None) -> Rule:
+def _keeps(whether: Callable[[Params, Shapes, Shapes], Iterable[bool]], sized: str | None = None) -> Rule:
     """Return the rule of an operation that needs all but some dimensions whole; `sized`: a parameter of sizes."""
 
-    def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
-        kept = tuple(d if keep else None for d, keep in enumerate(whether(params, ins, outs)))
-        dims = [kept if len(shape) == len(kept) else (None,) * len(shape) for shape in (*ins, *outs)]
+    def rule(params: Params, ins: Shapes, outs: Shapes) -> Factors:
+        factors = tuple(d if keep else None for d, keep in enumerate(whether(params, ins, outs)))
+        dims = [factors if len(shape) == len(factors) else (None,) * len(shape) for shape in (*ins, *outs)]
         return Factors(tuple(dims[: len(ins)]), tuple(dims[len(ins) :]), params=_sized(sized) if sized else None)
 
     return rule
@@ -112,7 +121,7 @@ def _equal(a: Sequence[int], b: Sequence[int], strides: Sequence[int] | None = N
 def _along(*names: str) -> Rule:
     """Return the rule of an operation that needs the dimensions named by these parameters whole."""
 
-    def whether(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Iterator[bool]:
+    def whether(params: Params, ins: Shapes, outs: Shapes) -> Iterator[bool]:
         axes = {a % len(ins[0]) for name in names for a in np.ravel(params[name]).tolist()}
         return (d not in axes for d in range(len(ins[0])))
 
@@ -123,7 +132,7 @@ def _along(*names: str) -> Rule:
 
 
 def _reduce(kind: str) -> Rule:
-    def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+    def rule(params: Params, ins: Shapes, outs: Shapes) -> Factors:
         axes = [axis for axis in params["axes"] if not isinstance(axis, str)]  # psum names axes of the mesh, too
         operand = tuple(range(len(ins[0])))
         return Factors((operand,), (tuple(d for d in operand if d not in axes),), reduced=dict.fromkeys(axes, kind))
@@ -134,7 +143,7 @@ def _reduce(kind: str) -> Rule:
 # --- contractions
 
 
-def _dot_general(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+def _dot_general(params: Params, ins: Shapes, outs: Shapes) -> Factors:
     (ca, cb), (ba, bb) = params["dimension_numbers"]
     a, b = [-1] * len(ins[0]), [-1] * len(ins[1])
     for factor, (i, j) in enumerate(zip((*ba, *ca), (*bb, *cb), strict=True)):
@@ -149,7 +158,7 @@ def _dot_general(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factor
     return Factors((tuple(a), tuple(b)), (result,), reduced=dict.fromkeys(contracted, "sum"))
 
 
-def _convolution(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+def _convolution(params: Params, ins: Shapes, outs: Shapes) -> Factors:
     numbers = params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     a, b, c = ([cast("int | None", None)] * len(shape) for shape in (*ins, *outs))
@@ -166,35 +175,35 @@ def _convolution(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factor
     return Factors((tuple(a), tuple(b)), (tuple(c),), reduced=reduced)
 
 
-def _windows(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Iterator[bool]:
+def _windows(params: Params, ins: Shapes, outs: Shapes) -> Iterator[bool]:
     """Check which dimensions windows leave alone: those with size 1 and no padding."""
     ones = (1,) * max(map(len, ins))
     names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
     sizes = zip(*(ones if params.get(name) is None else params[name] for name in names), strict=True)
-    return (set(own) == {1} and tuple(pad) == (0, 0) for own, pad in zip(sizes, params["padding"], strict=True))
+    return (set(values) == {1} and tuple(pad) == (0, 0) for values, pad in zip(sizes, params["padding"], strict=True))
 
 
 # --- indexing
 
 
-def _gather(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+def _gather(params: Params, ins: Shapes, outs: Shapes) -> Factors:
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     operand, indices, result = ([cast("int | None", None)] * len(shape) for shape in (*ins, *outs))
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    single = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}  # not in the result
     batch = [d for d in range(len(outs[0])) if d not in numbers.offset_dims]
     for i, d in enumerate(batch):  # the dimensions of the indices but for the last, in order
         indices[i] = result[d] = i
     for d, i in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         operand[d] = indices[i]
-    window = [d for d in range(len(ins[0])) if d not in gone]
+    window = [d for d in range(len(ins[0])) if d not in single]
     for d, o in zip(window, numbers.offset_dims, strict=True):
         if sizes[d] == ins[0][d] and d not in numbers.start_index_map:
             operand[d] = result[o] = len(batch) + d
     operand_dims = tuple(operand)
 
-    def cut(params: Mapping[str, Any], factor: int, split: Split) -> Mapping[str, Any]:
+    def cut(params: Params, factor: int, split: Split) -> Params:
         new = tuple(
-            split.rows if f == factor and d not in gone else n
+            split.rows if f == factor and d not in single else n
             for d, (f, n) in enumerate(zip(operand_dims, params["slice_sizes"], strict=True))
         )
         return {**params, "slice_sizes": new}
@@ -205,13 +214,13 @@ def _gather(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
 def _scatter(kind: str | None) -> Rule:
     """Return the rule of a scatter, which adds its updates up if there is a ``kind``."""
 
-    def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+    def rule(params: Params, ins: Shapes, outs: Shapes) -> Factors:
         numbers = lax.GatherDimensionNumbers(*params["dimension_numbers"])  # of a gather of what it changes
         window = iter(ins[2][d] for d in numbers.offset_dims)
-        gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-        sizes = tuple(1 if d in gone else next(window) for d in range(len(ins[0])))
-        taken = _gather({"dimension_numbers": numbers, "slice_sizes": sizes}, ins[:2], ins[2:])
-        (operand, indices), (updates,) = taken.operands, taken.results
+        single = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+        sizes = tuple(1 if d in single else next(window) for d in range(len(ins[0])))
+        gather = _gather({"dimension_numbers": numbers, "slice_sizes": sizes}, ins[:2], ins[2:])
+        (operand, indices), (updates,) = gather.operands, gather.results
         several = {f for f in indices if f is not None and f not in operand}
         if not kind:
             indices, updates = (tuple(None if f in several else f for f in dims) for dims in (indices, updates))
@@ -224,10 +233,10 @@ def _scatter(kind: str | None) -> Rule:
 # --- linear algebra, random bits
 
 
-def _leading(count: Callable[[Mapping[str, Any], Shapes, Shapes], int]) -> Rule:
+def _leading(count: Callable[[Params, Shapes, Shapes], int]) -> Rule:
     """Return the rule of an operation that is independent along this many leading dimensions."""
 
-    def rule(params: Mapping[str, Any], ins: Shapes, outs: Shapes) -> Factors:
+    def rule(params: Params, ins: Shapes, outs: Shapes) -> Factors:
         first = count(params, ins, outs)
 
         def dims(shape: tuple[int, ...]) -> Dims:
@@ -246,8 +255,8 @@ def einsum(equation: str) -> Rule:
     operands, results = (
         tuple(tuple(letters.get(c) for c in word) for word in part.split(",")) for part in (left, right)
     )
-    kept = {f for word in results for f in word}
-    described = Factors(operands, results, reduced={f: "sum" for f in letters.values() if f not in kept})
+    returned = {f for word in results for f in word}
+    described = Factors(operands, results, reduced={f: "sum" for f in letters.values() if f not in returned})
     return lambda params, ins, outs: described
 
 
@@ -299,7 +308,7 @@ def is_known(primitive: Primitive) -> bool:
     return primitive.name in FACTORS or primitive.name in _WHOLE or is_elementwise(primitive)
 
 
-def register(primitive: Primitive | str, rule: str | Callable[[Mapping[str, Any], Shapes, Shapes], str | None]) -> None:
+def register(primitive: Primitive | str, rule: str | Callable[[Params, Shapes, Shapes], str | None]) -> None:
     """Describe how a primitive treats the dimensions of its operands, so that it runs on slices of the batch.
 
     By default, every device computes an unknown operation as a whole, and a message says so. Describe kernels that
@@ -324,7 +333,7 @@ def register(primitive: Primitive | str, rule: str | Callable[[Mapping[str, Any]
     if isinstance(rule, str):
         FACTORS[name] = _described(rule)
     elif callable(rule):
-        FACTORS[name] = lambda *of: None if (found := rule(*of)) is None else _described(found)(*of)
+        FACTORS[name] = lambda *facts: None if (text := rule(*facts)) is None else _described(text)(*facts)
     else:
         raise ValueError(f"rule={rule!r}: a description such as 'b..., .d -> b.', or a function")
 

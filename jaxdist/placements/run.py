@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,12 +14,12 @@ from jaxdist.placements.strategy import DeviceContext
 from jaxdist.placements.values import REPLICATED, Form, Split, wide
 
 
-def run_as_is(device: DeviceContext, node: Node, xs: list[Any]) -> Sequence[Any]:
+def run_as_is(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
     """Run the unmodified operation."""
     return device.bind(node, xs)
 
 
-def run_wide(device: DeviceContext, node: Node, xs: list[Any]) -> Sequence[Any]:
+def run_wide(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
     """Run on summands, in their wide dtype."""
     narrow = device.block.avals[node.outs[0]].dtype
     dtype = wide(narrow)
@@ -30,22 +30,22 @@ def run_wide(device: DeviceContext, node: Node, xs: list[Any]) -> Sequence[Any]:
     return device.bind(node, xs)
 
 
-def make_in_form(device: DeviceContext, node: Node, to: Form) -> Any:
+def make_in_form(device: DeviceContext, node: Node, target: Form) -> jax.Array:
     """Make a deferred value from the same slices of its operands."""
     described, params = device.block.factors(node), node.eqn.params
-    factor = described.results[0][to.dim] if described is not None and isinstance(to, Split) else None
-    if described is None or factor is None or not isinstance(to, Split):  # a bitcast may add a dimension
-        return make_whole(device, node, to)
-    in_forms = [to.along(dims.index(factor)) if factor in dims else REPLICATED for dims in described.operands]
+    factor = described.results[0][target.dim] if described is not None and isinstance(target, Split) else None
+    if described is None or factor is None or not isinstance(target, Split):  # a bitcast may add a dimension
+        return make_whole(device, node, target)
+    in_forms = [target.along(dims.index(factor)) if factor in dims else REPLICATED for dims in described.operands]
     if described.params is not None:
-        params = described.params(params, factor, to)
+        params = described.params(params, factor, target)
     return device.bind(node, list(map(device.take, node.ins, in_forms)), params)[0]
 
 
-def make_whole(device: DeviceContext, node: Node, to: Form) -> Any:
+def make_whole(device: DeviceContext, node: Node, target: Form) -> jax.Array:
     """Make a deferred value whole, then cut it."""
-    if isinstance(to, Split):
-        return device.cut(device.take(node.outs[0], REPLICATED), to)
+    if isinstance(target, Split):
+        return device.cut(device.take(node.outs[0], REPLICATED), target)
     return device.bind(node, [device.take(i, REPLICATED) for i in node.ins])[0]
 
 
@@ -58,7 +58,7 @@ class Cut:
     split: Split
     kind: str | None
 
-    def __call__(self, device: DeviceContext, node: Node, xs: list[Any]) -> Sequence[Any]:
+    def __call__(self, device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
         described, factor, split, kind = self.described, self.factor, self.split, self.kind
         params = node.eqn.params
         if described.params is not None:
@@ -83,7 +83,8 @@ class Cut:
         return device.bind(node, xs, {**params, "preferred_element_type": wide(dtype)} if preferred else params)
 
 
-def _identity(kind: str, dtype: Any) -> Any:
+def _identity(kind: str, dtype: np.dtype) -> complex | np.ndarray | np.generic:
+    """Return what leaves a reduction as it is: the value of padding."""
     if kind == "sum":
         return 0
     if jnp.issubdtype(dtype, jnp.bool_):

@@ -40,12 +40,12 @@ def search(
     """Return the best dimension to cut for each input; omitted inputs stay whole."""
     classes = _Classes(infer, block, state, sources)
     if given:
-        return {**_cuts([one for one in reversed(classes.found) if not one.isdisjoint(given.items())]), **given}
+        return {**_cuts([tied for tied in reversed(classes.all) if not tied.isdisjoint(given.items())]), **given}
     most = min(_PLACINGS, max(_FEWEST, _OPERATIONS // max(classes.operations, 1)))
     known: dict[frozenset[Member], float] = {}
 
     def layout(on: frozenset[Class]) -> dict[int, int]:
-        return _cuts([one for one in reversed(classes.found) if one in on])
+        return _cuts([tied for tied in reversed(classes.all) if tied in on])
 
     def value(on: frozenset[Class]) -> float:
         cuts = layout(on)
@@ -55,7 +55,7 @@ def search(
             known[key] = _price(infer, block, state, sources, examples, cuts)
         return known[key]
 
-    groups = _alike(classes.found, block, names)
+    groups = _by_layer(classes.all, block, names)
     groups = [*sorted(groups[: most // 2], key=value), *groups[most // 2 :]]  # the best alone first
     return layout(descend(frozenset(), groups, _near, value))
 
@@ -79,11 +79,11 @@ class _Classes:
                 continue
             for dim, n in enumerate(aval.shape):
                 if n >= self._devices and -n % self._devices <= _PADDED * n:
-                    members.setdefault(self._ties.of(self._at(block, block.inputs[k], dim)), []).append((k, dim))
-        size = lambda one: sum(nbytes(block.avals[block.inputs[k]]) for k in {k for k, _ in one})
-        self.found: list[Class] = sorted(map(frozenset, members.values()), key=lambda one: (-size(one), min(one)))
+                    members.setdefault(self._ties.of(self._dimension(block, block.inputs[k], dim)), []).append((k, dim))
+        size = lambda tied: sum(nbytes(block.avals[block.inputs[k]]) for k in {k for k, _ in tied})
+        self.all: list[Class] = sorted(map(frozenset, members.values()), key=lambda tied: (-size(tied), min(tied)))
 
-    def _at(self, block: Block, value: int, dim: int) -> Dimension:
+    def _dimension(self, block: Block, value: int, dim: int) -> Dimension:
         return self._numbers.setdefault(block, len(self._numbers)), value, dim
 
     def _walk(self, block: Block) -> None:
@@ -92,22 +92,24 @@ class _Classes:
         for node in block.nodes:
             if node.name in CONTROL_FLOW:
                 self._bodies(block, node)
-            for one, other in self._tied(block, node):
-                self._ties.tie(one, other)
+            for dimension, other in self._tied(block, node):
+                self._ties.tie(dimension, other)
 
     def _tied(self, block: Block, node: Node) -> Iterator[tuple[Dimension, Dimension]]:
         """Yield pairs of dimensions that an operation ties."""
         if node.name == "reshape":
             ins, outs = block.shapes((node.ins[0], node.outs[0]))
             for d, size in enumerate(ins):
-                to = reshaped(tile(d, size, self._devices), ins, outs) if math.prod(ins) else None
-                if to is not None and to.outer == 1:
-                    yield self._at(block, node.ins[0], d), self._at(block, node.outs[0], to.dim)
+                split = reshaped(tile(d, size, self._devices), ins, outs) if math.prod(ins) else None
+                if split is not None and split.outer == 1:
+                    yield self._dimension(block, node.ins[0], d), self._dimension(block, node.outs[0], split.dim)
         elif (described := block.factors(node)) is not None:
             seen: dict[int | None, Dimension] = {}
             for value, dims in zip((*node.ins, *node.outs), (*described.operands, *described.results), strict=True):
-                owns = [(factor, self._at(block, value, d)) for d, factor in enumerate(dims) if factor is not None]
-                yield from ((own, seen.setdefault(factor, own)) for factor, own in owns)
+                for d, factor in enumerate(dims):
+                    if factor is not None:
+                        dimension = self._dimension(block, value, d)
+                        yield dimension, seen.setdefault(factor, dimension)
 
     def _bodies(self, block: Block, node: Node) -> None:
         """Operands and results of control flow are inputs and outputs of its bodies; a loop's carry is both."""
@@ -117,18 +119,19 @@ class _Classes:
                 self._walk(inner)
             ends = [(node.ins[k], inner.inputs[n], n in body.xs) for n, k in enumerate(body.ins)]
             ends += [(node.outs[k], inner.outputs[n], n in body.ys) for n, k in enumerate(body.outs)]
-            for outer, own, is_slice in ends:
-                self._same(block, outer, inner, own, int(is_slice))
-            loops = [self._at(block, outer, 0) for outer, _, is_slice in ends if is_slice]
-            for one in loops[1:]:
-                self._ties.tie(one, loops[0])
-            for k, o in zip(body.carry, inner.outputs[: len(body.outs)], strict=False):
-                self._same(inner, o, inner, inner.inputs[k])
+            for outer, value, is_slice in ends:
+                self._same(block, outer, inner, value, int(is_slice))
+            loops = [self._dimension(block, outer, 0) for outer, _, is_slice in ends if is_slice]
+            for loop in loops[1:]:
+                self._ties.tie(loop, loops[0])
+            if body.outs:  # unlike a loop's condition
+                for k, o in zip(body.carry, inner.outputs[: len(body.carry)], strict=True):
+                    self._same(inner, o, inner, inner.inputs[k])
 
     def _same(self, block: Block, value: int, other: Block, same: int, first: int = 0) -> None:
         """Tie the dimensions of values in two blocks; the second lacks the `first` leading ones."""
         for d in range(len(other.avals[same].shape)):
-            self._ties.tie(self._at(block, value, d + first), self._at(other, same, d))
+            self._ties.tie(self._dimension(block, value, d + first), self._dimension(other, same, d))
 
 
 def _price(
@@ -140,12 +143,12 @@ def _price(
     cuts: Mapping[int, int],
 ) -> float:
     """Return the seconds of a layout: those of the step, plus the time to send a device's part of the state."""
-    n, avals, kept = infer.devices, [block.avals[i] for i in block.inputs], set(state)
+    n, avals, in_state = infer.devices, [block.avals[i] for i in block.inputs], set(state)
     ins: list[Placement] = [
         tile(cuts[k], aval.shape[cuts[k]], n, of_state=True) if k in cuts else REPLICATED
         for k, aval in enumerate(avals)
     ]
-    wants = [form(ins[k]) if k is not None and k in kept else REPLICATED for k in sources]
+    wants = [form(ins[k]) if k is not None and k in in_state else REPLICATED for k in sources]
     try:
         placed = infer.place(block, ins, wants)
     except StepError:
@@ -159,30 +162,30 @@ def _price(
 def _near(on: frozenset[Class], group: frozenset[Class]) -> list[frozenset[Class]]:
     if group <= on:
         return [on - group]
-    leaves = {k for one in group for k, _ in one}
-    return [on | group, frozenset(one for one in on if leaves.isdisjoint(k for k, _ in one)) | group]
+    leaves = {k for tied in group for k, _ in tied}
+    return [on | group, frozenset(tied for tied in on if leaves.isdisjoint(k for k, _ in tied)) | group]
 
 
 def _cuts(classes: Iterable[Class]) -> dict[int, int]:
     """Return the inputs that these classes cut; the first class of an input decides."""
-    found: dict[int, int] = {}
-    for one in classes:
-        for k, dim in sorted(one):
-            found.setdefault(k, dim)
-    return found
+    cuts: dict[int, int] = {}
+    for tied in classes:
+        for k, dim in sorted(tied):
+            cuts.setdefault(k, dim)
+    return cuts
 
 
-def _alike(classes: Sequence[Class], block: Block, names: Sequence[str]) -> list[frozenset[Class]]:
+def _by_layer(classes: Sequence[Class], block: Block, names: Sequence[str]) -> list[frozenset[Class]]:
     """Group corresponding classes of several layers; a group has at most one class per leaf."""
     groups: list[tuple[frozenset[tuple[str, tuple[int, ...], int]], list[Class], set[int]]] = []
     leaf = [(re.sub(r"\d+", "#", name), block.avals[i].shape) for name, i in zip(names, block.inputs, strict=True)]
-    for one in classes:
-        what = frozenset((*leaf[k], dim) for k, dim in one)
-        leaves = {k for k, _ in one}
+    for tied in classes:
+        what = frozenset((*leaf[k], dim) for k, dim in tied)
+        leaves = {k for k, _ in tied}
         group = next((g for g in groups if g[0] == what and g[2].isdisjoint(leaves)), None)
         if group is None:
-            groups.append((what, [one], leaves))
+            groups.append((what, [tied], leaves))
         else:
-            group[1].append(one)
+            group[1].append(tied)
             group[2].update(leaves)
     return [frozenset(group) for _, group, _ in groups]

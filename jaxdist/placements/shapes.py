@@ -1,9 +1,8 @@
 """Rules beyond factors: reshapes, broadcasts, iota, pieces of a batch, random bits."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +14,8 @@ from jaxdist.ir.primitives import count_p, counts
 from jaxdist.placements.block import Node
 from jaxdist.placements.propagate import RuleContext, special
 from jaxdist.placements.run import make_in_form, make_whole
-from jaxdist.placements.strategy import DeviceContext, Sends, Strategy, nbytes
-from jaxdist.placements.values import (
-    REPLICATED,
-    Deferred,
-    Form,
-    Placement,
-    Replicated,
-    Split,
-    form,
-    reshaped,
-)
+from jaxdist.placements.strategy import DeviceContext, Run, Sends, Strategy, nbytes
+from jaxdist.placements.values import REPLICATED, Deferred, Form, Placement, Replicated, Split, form, reshaped
 
 
 @special("reshape")
@@ -38,21 +28,21 @@ def _reshape(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
         return Strategy([None], [Deferred(p.const)], make=_make_reshaped)
     if not isinstance(p, Split):
         return None
-    to = reshaped(p, old, new)
-    if to is None:
+    result = reshaped(p, old, new)
+    if result is None:
         return None
-    run = lambda device, node, xs: [lax.reshape(xs[0], to.shape(new))]
-    return Strategy([form(p)], [replace(to, whole=False, requested=False)], run)
+    run = lambda device, node, xs: [lax.reshape(xs[0], result.shape(new))]
+    return Strategy([form(p)], [replace(result, whole=False, requested=False)], run)
 
 
-def _make_reshaped(device: DeviceContext, node: Node, to: Form) -> Any:
+def _make_reshaped(device: DeviceContext, node: Node, target: Form) -> jax.Array:
     (i,), (o,) = node.ins, node.outs
     old, new = device.block.avals[i].shape, device.block.avals[o].shape
-    if not isinstance(to, Split):
+    if not isinstance(target, Split):
         return lax.reshape(device.take(i, REPLICATED), new)
-    if (before := reshaped(to, new, old)) is None:
-        return device.cut(device.take(o, REPLICATED), to)
-    return lax.reshape(device.take(i, form(before)), to.shape(new))
+    if (operand := reshaped(target, new, old)) is None:
+        return device.cut(device.take(o, REPLICATED), target)
+    return lax.reshape(device.take(i, form(operand)), target.shape(new))
 
 
 @special("broadcast_in_dim")
@@ -75,16 +65,17 @@ def _iota(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | 
     return None if ins else Strategy([], [Deferred()], make=_make_iota)
 
 
-def _make_iota(device: DeviceContext, node: Node, to: Form) -> Any:
-    if not isinstance(to, Split):
+def _make_iota(device: DeviceContext, node: Node, target: Form) -> jax.Array:
+    if not isinstance(target, Split):
         return device.bind(node, [])[0]
     params, aval = node.eqn.params, device.block.avals[node.outs[0]]
-    shape, d = to.shape(aval.shape), params["dimension"]
-    if to.dim != d:
+    shape, d = target.shape(aval.shape), params["dimension"]
+    if target.dim != d:
         return device.bind(node, [], {**params, "shape": shape})[0]
     # As integers, since small floats cannot count far.
-    at = device.positions(to).astype(jnp.int64) if aval.shape[d] > 2**31 - 1 else device.positions(to)
-    return lax.broadcast_in_dim(at.astype(aval.dtype), shape, (d,))
+    positions = device.positions(target)
+    positions = positions.astype(jnp.int64) if aval.shape[d] > 2**31 - 1 else positions
+    return lax.broadcast_in_dim(positions.astype(aval.dtype), shape, (d,))
 
 
 @special("concatenate", "slice", "split", "tile")
@@ -97,7 +88,7 @@ def _in_blocks(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strate
     d = p.dim
     match node.name:
         case "concatenate":
-            along = params["dimension"] == d and not any(one.of_state for one in splits)
+            along = params["dimension"] == d and not any(split.of_state for split in splits)
         case "slice":
             contiguous = params["strides"] is None or params["strides"][d] == 1
             along = contiguous and old[0][d] != new[0][d] and params["start_indices"][d] % p.size == 0
@@ -110,18 +101,18 @@ def _in_blocks(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strate
     in_forms, out_placements = (
         [Split(d, p.size, p.chunk, shape[d] // p.size) for shape in shapes] for shapes in (old, new)
     )
-    if any(isinstance(one, Split) and form(one) != to for one, to in zip(ins, in_forms, strict=True)):
+    if any(isinstance(q, Split) and form(q) != in_form for q, in_form in zip(ins, in_forms, strict=True)):
         return None
 
-    def own(sizes: Sequence[int], along: int | None = None) -> tuple[int, ...]:
+    def local_sizes(sizes: Sequence[int], along: int | None = None) -> tuple[int, ...]:
         return tuple(n // p.size * p.chunk if along in (None, k) else n for k, n in enumerate(sizes))
 
-    def run(device: DeviceContext, node: Node, xs: list[Any]) -> Sequence[Any]:
-        local = {name: own(params[name], d) for name in ("start_indices", "limit_indices") if name in params}
-        local.update({"sizes": own(params["sizes"])} if "sizes" in params else {})
+    def run(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
+        local = {name: local_sizes(params[name], d) for name in ("start_indices", "limit_indices") if name in params}
+        local.update({"sizes": local_sizes(params["sizes"])} if "sizes" in params else {})
         return device.bind(node, xs, {**params, **local})
 
-    return Strategy(in_forms, [replace(to, of_state=p.of_state) for to in out_placements], run)
+    return Strategy(in_forms, [replace(split, of_state=p.of_state) for split in out_placements], run)
 
 
 @special("rev")
@@ -146,8 +137,9 @@ def _gathered(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strateg
         return None
     if p.size * params["devices"] != params["size"]:
         return None
-    to = replace(p, outer=params["devices"], whole=False, requested=False)
-    return Strategy([form(p)], [to], lambda device, node, xs: device.bind(node, xs, {**params, "size": to.rows}))
+    result = replace(p, outer=params["devices"], whole=False, requested=False)
+    run = lambda device, node, xs: device.bind(node, xs, {**params, "size": result.rows})
+    return Strategy([form(p)], [result], run)
 
 
 @special("jaxdist_shard")
@@ -162,8 +154,8 @@ def _mark(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | 
         if isinstance(p, Split) and p.of_state and (params["role"] != "gradient" or p.dim == dim):
             return Strategy([form(p)], [replace(p, requested=requested, whole=False)], run)
         if dim is not None:
-            to = replace(ctx.infer.shard(dim, shape[dim]), requested=requested)
-            return Strategy([form(to)], [to], run)
+            shard = replace(ctx.infer.shard(dim, shape[dim]), requested=requested)
+            return Strategy([form(shard)], [shard], run)
         p = p if isinstance(p, Split) else REPLICATED
     return _passed_on([p], run)
 
@@ -174,7 +166,8 @@ def _same(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     return _passed_on(ins, lambda device, node, xs: xs)
 
 
-def _passed_on(ins: Sequence[Placement], run: Callable[[Any, Node, list[Any]], Sequence[Any]]) -> Strategy:
+def _passed_on(ins: Sequence[Placement], run: Run) -> Strategy:
+    # A value that is whole on each device is passed on so: in slices, its next use would gather it.
     out_placements = [REPLICATED if isinstance(p, Deferred) else p for p in ins]
     return Strategy(
         [REPLICATED if isinstance(p, Split) and p.whole else form(p) for p in out_placements], out_placements, run
@@ -184,18 +177,18 @@ def _passed_on(ins: Sequence[Placement], run: Callable[[Any, Node, list[Any]], S
 @special("jaxdist_count")
 def _count(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     """Count the entries that each device holds."""
-    to = form(ins[0]) if isinstance(ins[0], Split) else REPLICATED
-    devices, (counted,) = node.eqn.params["devices"], (ctx.block.avals[o] for o in node.outs)
+    in_form = form(ins[0]) if isinstance(ins[0], Split) else REPLICATED
+    devices, (result,) = node.eqn.params["devices"], (ctx.block.avals[o] for o in node.outs)
 
-    def run(device: DeviceContext, node: Node, xs: list[Any]) -> Sequence[Any]:
+    def run(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
         x = xs[0]
-        if isinstance(to, Split) and to.is_padded(device.n):
-            x = device.masked(x, to, 0)
+        if isinstance(in_form, Split) and in_form.is_padded(device.n):
+            x = device.masked(x, in_form, 0)
         left = devices // device.n  # devices along the axes still to be placed
-        own = counts(x)[None] if left == 1 else count_p.bind(x, devices=left)
-        return [device.gather(own, 0, left * device.n)]
+        counted = counts(x)[None] if left == 1 else count_p.bind(x, devices=left)
+        return [device.gather(counted, 0, left * device.n)]
 
-    return Strategy([to], [REPLICATED], run, sends=[Sends("all-gather", nbytes(counted))])
+    return Strategy([in_form], [REPLICATED], run, sends=[Sends("all-gather", nbytes(result))])
 
 
 # --- random bits
@@ -214,24 +207,24 @@ def _bits(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | 
     return Strategy([None], [Deferred()], make=_make_bits if by_place else make_whole)
 
 
-def _make_bits(device: DeviceContext, node: Node, to: Form) -> Any:
+def _make_bits(device: DeviceContext, node: Node, target: Form) -> jax.Array:
     (i,), (o,) = node.ins, node.outs
     keys, shape = device.block.avals[i].shape, device.block.avals[o].shape
-    if not isinstance(to, Split):
+    if not isinstance(target, Split):
         return device.bind(node, [device.take(i, REPLICATED)])[0]
-    if to.dim < len(keys):  # slices of an array of keys
-        return device.bind(node, [device.take(i, form(to))])[0]
+    if target.dim < len(keys):  # slices of an array of keys
+        return device.bind(node, [device.take(i, form(target))])[0]
     if math.prod(shape[len(keys) :]) >= 1 << 32:
-        return make_whole(device, node, to)
+        return make_whole(device, node, target)
     data = jax.random.key_data(device.take(i, REPLICATED))
-    own, rank = to.shape(shape), len(shape)
-    place = jnp.zeros(own, jnp.uint32)
+    local, rank = target.shape(shape), len(shape)
+    counter = jnp.zeros(local, jnp.uint32)
     for d in range(len(keys), rank):
-        index = device.positions(to).astype(jnp.uint32) if d == to.dim else lax.iota(jnp.uint32, own[d])
-        place += lax.broadcast_in_dim(index * jnp.uint32(math.prod(shape[d + 1 :])), own, (d,))
-    first, second = (lax.broadcast_in_dim(data[..., w], own, range(len(keys))) for w in range(2))
-    one, two = compat.threefry(first, second, jnp.zeros_like(place), place)
+        index = device.positions(target).astype(jnp.uint32) if d == target.dim else lax.iota(jnp.uint32, local[d])
+        counter += lax.broadcast_in_dim(index * jnp.uint32(math.prod(shape[d + 1 :])), local, (d,))
+    first, second = (lax.broadcast_in_dim(data[..., w], local, range(len(keys))) for w in range(2))
+    high, low = compat.threefry(first, second, jnp.zeros_like(counter), counter)
     width = node.eqn.params["bit_width"]
     if width == 64:
-        return (one.astype(jnp.uint64) << jnp.uint64(32)) | two.astype(jnp.uint64)
-    return (one ^ two).astype(jnp.dtype(f"uint{width}"))
+        return (high.astype(jnp.uint64) << jnp.uint64(32)) | low.astype(jnp.uint64)
+    return (high ^ low).astype(jnp.dtype(f"uint{width}"))

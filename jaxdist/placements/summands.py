@@ -1,7 +1,6 @@
 """Operations on summands: the sum of results must be the result for the sum, for every input, infinite ones too."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +9,9 @@ from jaxdist.ir.operations import ACROSS, ADDITION, LINEAR
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.run import run_wide
 from jaxdist.placements.strategy import Strategy
-from jaxdist.placements.values import REPLICATED, Deferred, Form, Partial, Placement, Replicated, Split, form
+from jaxdist.placements.values import REPLICATED, Deferred, Form, Number, Partial, Placement, Replicated, Split, form
 
-_LARGE = 2**8
+_LARGE = 2**8  # summands may be larger than their sum, and must not overflow where it does not
 
 
 def _goes_on(block: Block, node: Node) -> bool:
@@ -32,13 +31,13 @@ def linear(block: Block, may_stay_partial: frozenset[int], node: Node, ins: Sequ
     partial = [isinstance(p, Partial) for p in ins]
     size = max(a.size for a, s in zip(avals, partial, strict=True) if s)
     summands = [p for p in ins if isinstance(p, Partial)]
-    gradient, made = all(p.gradient for p in summands), any(p.made for p in summands)
+    gradient, added = all(p.gradient for p in summands), any(p.made for p in summands)
     unreduced_axes = summands[0].unreduced_axes
     if any(p.unreduced_axes != unreduced_axes for p in summands):
         return None
     if name == "jaxdist_all_reduce":  # over a different axis: one reduction over both
         unreduced_axes = tuple(dict.fromkeys((*unreduced_axes, *node.eqn.params["axes"])))
-        return Strategy([form(summands[0])], [Partial(gradient, made, unreduced_axes)], lambda device, node, xs: xs)
+        return Strategy([form(summands[0])], [Partial(gradient, added, unreduced_axes)], lambda device, node, xs: xs)
     in_forms: list[Form] = [Partial(unreduced_axes=unreduced_axes) if s else REPLICATED for s in partial]
     ok = False
     if name in LINEAR or name in ACROSS:
@@ -63,28 +62,29 @@ def linear(block: Block, may_stay_partial: frozenset[int], node: Node, ins: Sequ
         ok = ok and name not in ACROSS and all(s or _known(p) is not None for s, p in zip(partial, ins, strict=True))
     if not ok:
         return None
-    return Strategy(in_forms, [Partial(gradient, made, unreduced_axes)], run_wide)
+    return Strategy(in_forms, [Partial(gradient, added, unreduced_axes)], run_wide)
 
 
-def _is_plain(dtype: Any) -> bool:
+def _is_plain(dtype: np.dtype) -> bool:
     """Check whether floats of a dtype widen without loss, even if a sum has overflowed."""
     return jnp.issubdtype(dtype, jnp.floating) and (jnp.dtype(dtype).itemsize > 2 or dtype == jnp.bfloat16)
 
 
-def _known(p: Placement) -> Any:
+def _known(p: Placement) -> Number | None:
     """Return the value of each entry if the program says so, else None."""
     return p.const if isinstance(p, (Replicated, Deferred)) else None
 
 
 def is_zero(p: Placement) -> bool:
-    return _known(p) is not None and _known(p) == 0
+    """Check whether the program says that each entry is 0 (-0.0 too)."""
+    return (number := _known(p)) is not None and bool(number == 0)
 
 
-def _scales(p: Placement, dtype: Any, inverse: bool = False) -> bool:
+def _scales(p: Placement, dtype: np.dtype, inverse: bool = False) -> bool:
     """Check whether a factor may scale each summand: it is known, and makes none overflow."""
-    if _known(p) is None or not jnp.issubdtype(dtype, jnp.inexact):
+    if (number := _known(p)) is None or not jnp.issubdtype(dtype, jnp.inexact):
         return False
     if jnp.dtype(dtype).itemsize < 4 and dtype != jnp.bfloat16:  # the sum may have overflowed before
         return False
-    size = abs(_known(p))
-    return bool(np.isfinite(size)) and (size >= 1 / _LARGE if inverse else size <= _LARGE)
+    size = abs(number)
+    return bool(np.isfinite(size) and (size >= 1 / _LARGE if inverse else size <= _LARGE))

@@ -7,18 +7,41 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal, Var
+
+Number = np.number | np.bool_  # a scalar of NumPy's, which keeps the dtype
+
+
+class Aval(Protocol):
+    """The type of a value: JAX's `ShapedArray`, which has no public name in all versions."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype: ...  # or JAX's own, of keys, which has an itemsize too
+    @property
+    def size(self) -> int: ...
+    @property
+    def ndim(self) -> int: ...
+    @property
+    def weak_type(self) -> bool: ...
+
+
+def aval_of(atom: Var | Literal) -> Aval:
+    """Return the type of a variable or literal."""
+    return cast(Aval, atom.aval)  # an `AbstractValue` to the type checker: tokens and refs have no shape
 
 
 @dataclass(frozen=True)
 class Replicated:
     """The same on every device."""
 
-    const: Any = None  # the value of each entry, if the program says so (a literal)
+    const: Number | None = None  # the value of each entry, if the program says so (a literal)
 
 
 @dataclass(frozen=True)
@@ -74,7 +97,7 @@ class Partial:
 class Deferred:
     """Nothing on a device yet: cheap to make in any form."""
 
-    const: Any = None  # the value of each entry, if known from the program
+    const: Number | None = None  # the value of each entry, if known from the program
 
 
 Placement = Replicated | Split | Partial | Deferred
@@ -102,12 +125,12 @@ def tile(dim: int, size: int, devices: int, of_state: bool = False) -> Split:
 
 def tiles(dim: int, size: int, axes: Sequence[int], of_state: bool = False) -> list[Split]:
     """Slice a dimension over axes of these sizes, outermost first, as over one axis with all devices in order."""
-    found: list[Split] = []
+    slices: list[Split] = []
     for k in range(len(axes)):
         chunk = -(-size // math.prod(axes[k:])) * math.prod(axes[k + 1 :])
-        found.append(Split(dim, size, chunk, of_state=of_state))
+        slices.append(Split(dim, size, chunk, of_state=of_state))
         size = chunk
-    return found
+    return slices
 
 
 def local_shape(shape: Sequence[int], placement: Placement | None) -> tuple[int, ...]:
@@ -115,38 +138,46 @@ def local_shape(shape: Sequence[int], placement: Placement | None) -> tuple[int,
     return placement.shape(shape) if isinstance(placement, Split) else tuple(shape)
 
 
-def wide(dtype: Any) -> Any:
+def wide(dtype: np.dtype) -> np.dtype:
     """Return the dtype for summands: 16-bit floats may overflow where their sum does not."""
     if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4:
         return jnp.dtype("float32")
     return dtype
 
 
-def is_wide(dtype: Any) -> bool:
+def is_wide(dtype: np.dtype) -> bool:
     """Check whether a dtype can be summed in any order: numbers of a byte or more, not booleans or keys."""
     if jnp.issubdtype(dtype, jnp.integer):
         return not is_narrow(dtype)
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def is_narrow(dtype: Any) -> bool:
+def is_narrow(dtype: np.dtype) -> bool:
     """Check whether a number takes less than a byte, as int4 does: XLA for CPUs can't join arrays of these."""
     return jnp.issubdtype(dtype, np.number) and jax.dtypes.itemsize_bits(dtype) < 8
 
 
 def reshaped(split: Split, shape: Sequence[int], new: Sequence[int]) -> Split | None:
-    """Return the slices after a reshape, if each device's stay contiguous; else None."""
+    """Return the slices after a reshape, if each device's stay contiguous; else None.
+
+    For two devices; the batch of 8 may come after the time steps::
+
+        (8, 3) -> (24,)     Split(0, size=8, chunk=4) -> Split(0, size=24, chunk=12)
+        (3, 8) -> (24,)     Split(1, size=8, chunk=4) -> Split(0, size=8, chunk=4, outer=3)
+        (6,)   -> (3, 2)    Split(0, size=6, chunk=3) -> None: a slice would end within a row
+    """
     for (a, b), (c, d) in _groups(shape, new):
         if not a <= split.dim < b:
             continue
-        after = math.prod(shape[split.dim + 1 : b])
-        outer, size, chunk = math.prod(shape[a : split.dim]) * split.outer, split.size * after, split.chunk * after
+        # The slices as runs of entries: of each of `outer` runs of `size` entries, a device has `chunk` in a row.
+        stride = math.prod(shape[split.dim + 1 : b])
+        outer, size, chunk = math.prod(shape[a : split.dim]) * split.outer, split.size * stride, split.chunk * stride
         for k in range(c, d):
-            before, behind = math.prod(new[c:k]), math.prod(new[k + 1 : d])
-            if not before * behind or outer % before or size % behind or chunk % behind:
+            left, right = math.prod(new[c:k]), math.prod(new[k + 1 : d])  # entries that vary slower and faster
+            if not left * right or outer % left or size % right or chunk % right:
                 continue
-            if new[k] == outer // before * (size // behind) and size // behind > 0:
-                return replace(split, dim=k, outer=outer // before, size=size // behind, chunk=chunk // behind)
+            if new[k] == outer // left * (size // right) and size // right > 0:
+                return replace(split, dim=k, outer=outer // left, size=size // right, chunk=chunk // right)
     return None
 
 
