@@ -25,9 +25,8 @@ from jaxdist.placements.values import aval_of
 
 FUSED = {all_reduce_p, reduce_shard_p, gather_shards_p}
 _MANY = 8  # number of pieces in a bucket from which `_pieces_of_one_kernel` pays off
-_Unpack = Callable[
-    [jax.Array, Sequence[int]], list[jax.Array]
-]  # ``unpack(x, sizes)``: pieces of x along its last dimension
+# ``unpack(x, sizes)``: pieces of x along its last dimension
+_Unpack = Callable[[jax.Array, Sequence[int]], list[jax.Array]]
 
 
 class Fuse:

@@ -116,9 +116,7 @@ def _signed(indices: jax.Array, last: Sequence[int] | None) -> jax.Array:
     return indices if last is None else jnp.clip(indices, 0, jnp.asarray(last, dtype))
 
 
-def _localize(
-    device: DeviceContext, indices: jax.Array, column: int, rows: Split, size: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _localize(device: DeviceContext, indices: jax.Array, column: int, rows: Split, size: int) -> tuple[jax.Array, ...]:
     """Return indices relative to this device's rows, and masks: present on this device, valid anywhere."""
     row, start = indices[..., column], (device.index * rows.chunk).astype(indices.dtype)
     exists = (row >= 0) & (row < size)
@@ -198,14 +196,9 @@ def _counts(ctx: RuleContext, i: int) -> int | None:
         return _counts(ctx, node.ins[0])
     if node.name == "select_n" and len(node.ins) == 3:  # from the end if negative: never
         below = ctx.block.makers.get(node.ins[0])
-        if (
-            below is None
-            or below.name != "lt"
-            or below.ins[0] != node.ins[1]
-            or not is_zero(ctx.placements[below.ins[1]])
-        ):
+        if below is None or below.name != "lt" or below.ins[0] != node.ins[1]:
             return None
-        return _counts(ctx, node.ins[1])
+        return _counts(ctx, node.ins[1]) if is_zero(ctx.placements[below.ins[1]]) else None
     if node.name in ("broadcast_in_dim", "reshape") and len(node.ins) == 1:
         d, old = _counts(ctx, node.ins[0]), ctx.block.avals[node.ins[0]].shape
         if d is None:

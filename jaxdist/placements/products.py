@@ -89,18 +89,13 @@ def _is_added_up_elsewhere(ctx: RuleContext, o: int) -> bool:
 
 
 def _fits(
-    ctx: RuleContext,
-    node: Node,
-    ins: Sequence[Placement],
-    strategy: Strategy,
-    weight: Aval,
-    summands: Aval | None = None,
+    ctx: RuleContext, node: Node, ins: Sequence[Placement], strategy: Strategy, weight: Aval, result: Aval | None = None
 ) -> bool:
     """Check that batch values held whole are at most as large as a slice of the weight: they take the memory saved."""
     operands = zip(ins, strategy.in_forms, node.ins, strict=True)
     batch = [(in_form, ctx.block.avals[i]) for p, in_form, i in operands if isinstance(p, Split) and not p.of_state]
     whole = sum(nbytes(aval) for in_form, aval in batch if not isinstance(in_form, Split))
-    return whole + (nbytes(summands) if summands else 0) <= nbytes(weight) // ctx.n
+    return whole + (nbytes(result) if result else 0) <= nbytes(weight) // ctx.n
 
 
 # --- attention over a sequence in slices

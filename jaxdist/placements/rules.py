@@ -251,7 +251,6 @@ def einsum(equation: str) -> Rule:
     """Return the rule of an operation in the notation of `register`."""
     left, right = equation.split("->")
     letters = {c: i for i, c in enumerate(dict.fromkeys(c for c in equation if c in LETTERS))}
-
     operands, results = (
         tuple(tuple(letters.get(c) for c in word) for word in part.split(",")) for part in (left, right)
     )

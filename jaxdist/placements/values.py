@@ -20,16 +20,11 @@ Number = np.number | np.bool_  # a scalar of NumPy's, which keeps the dtype
 class Aval(Protocol):
     """The type of a value: JAX's `ShapedArray`, which has no public name in all versions."""
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> np.dtype: ...  # or JAX's own, of keys, which has an itemsize too
-    @property
-    def size(self) -> int: ...
-    @property
-    def ndim(self) -> int: ...
-    @property
-    def weak_type(self) -> bool: ...
+    shape: tuple[int, ...]
+    dtype: np.dtype  # or JAX's own, of keys
+    size: int
+    ndim: int
+    weak_type: bool
 
 
 def aval_of(atom: Var | Literal) -> Aval:
@@ -87,9 +82,8 @@ class Partial:
 
     gradient: bool = False  # differentiation made it, and it may be sent compressed
     made: bool = True  # False for a loop's carry until a summand is added to it
-    unreduced_axes: tuple[
-        str, ...
-    ] = ()  # axes placed before, along which this is a summand too: one reduction covers all
+    # axes placed before, along which this is a summand too: one reduction covers all
+    unreduced_axes: tuple[str, ...] = ()
     bits: bool = False  # one device's value, and zeros: a move, so the bits are added as integers
 
 
