@@ -226,13 +226,11 @@ def _without_mesh(value: Any) -> Any:
 
 
 def _number(value: Any) -> Number | None:
-    """Return a constant that is a single number, else None; some have no dtype, or one that NumPy does not know."""
-    try:
+    """Return a constant that is a single number, else None."""
+    with contextlib.suppress(TypeError):  # a token, for example, has no dtype
         dtype = jnp.result_type(value)
         if np.ndim(value) == 0 and dtype != jax.dtypes.float0 and not jnp.issubdtype(dtype, jax.dtypes.extended):
             return cast(Number, np.asarray(value)[()])
-    except TypeError:
-        pass
     return None
 
 

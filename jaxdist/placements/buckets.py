@@ -138,9 +138,7 @@ class _Buckets:
         self.full = list[list[int]]()  # to send at once
         self.waiting = defaultdict[Hashable, list[int]](list)  # by kind
         self._eqns, self._most, self._ahead = eqns, most, ahead
-
-    def _size(self, i: int) -> int:
-        return _bytes(self._eqns[i])
+        self._size = functools.cache(lambda i: _bytes(eqns[i]))
 
     def _limit(self, i: int) -> int:
         """Return the bytes of a bucket: of gathered values no more than may be on a device before their use."""

@@ -122,17 +122,17 @@ def _stages(jaxpr: Jaxpr, offloaded: Mapping[int, int | None], origins: Mapping[
 
 
 def _fetching(
-    arguments: Sequence[Var], causes: Sequence[Var], names: dict[Var, Var], axes: Sequence[Axis]
+    away: Sequence[Var], causes: Sequence[Var], names: dict[Var, Var], axes: Sequence[Axis]
 ) -> list[JaxprEqn]:
     """Return operations that fetch arguments once `causes` are known; add the new names to `names`."""
 
     def fetch(*operands: jax.Array) -> list[jax.Array]:
         # The barrier is an operand's only tie to the causes: XLA would else start the copy at once.
         xs = lax.optimization_barrier(operands) if causes else operands
-        return [jax.device_put(x, jax.memory.Space.Device) for x in xs[: len(arguments)]]
+        return [jax.device_put(x, jax.memory.Space.Device) for x in xs[: len(away)]]
 
-    eqns, fetched, _ = inlined(fetch, renamed([*arguments, *causes], names), axes)
-    names.update(zip(arguments, fetched, strict=True))
+    eqns, fetched, _ = inlined(fetch, renamed([*away, *causes], names), axes)
+    names.update(zip(away, fetched, strict=True))
     return eqns
 
 

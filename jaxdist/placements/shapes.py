@@ -169,9 +169,8 @@ def _same(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
 def _passed_on(ins: Sequence[Placement], run: Run) -> Strategy:
     # A value that is whole on each device is passed on so: in slices, its next use would gather it.
     out_placements = [REPLICATED if isinstance(p, Deferred) else p for p in ins]
-    return Strategy(
-        [REPLICATED if isinstance(p, Split) and p.whole else form(p) for p in out_placements], out_placements, run
-    )
+    in_forms = [REPLICATED if isinstance(p, Split) and p.whole else form(p) for p in out_placements]
+    return Strategy(in_forms, out_placements, run)
 
 
 @special("jaxdist_count")

@@ -105,11 +105,9 @@ def form(placement: Placement) -> Form:
     """Return the form in which a device holds a value; a deferred one is whole."""
     if isinstance(placement, Split):
         return Split(placement.dim, placement.size, placement.chunk, placement.outer)
-    return (
-        Partial(unreduced_axes=placement.unreduced_axes, bits=placement.bits)
-        if isinstance(placement, Partial)
-        else REPLICATED
-    )
+    if isinstance(placement, Partial):
+        return Partial(unreduced_axes=placement.unreduced_axes, bits=placement.bits)
+    return REPLICATED
 
 
 def tile(dim: int, size: int, devices: int, of_state: bool = False) -> Split:
