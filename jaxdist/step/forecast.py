@@ -4,9 +4,10 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
@@ -16,8 +17,9 @@ from jaxdist.ir.interpreter import last_uses, live, subjaxprs
 from jaxdist.ir.wire import Collective, sent
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, MODEL, NAMES, SEQUENCE, Sizes, data_size, in_a_row, mesh_of, on_each_host
-from jaxdist.placements import layouts as kept
-from jaxdist.placements.layouts import layout, physical
+from jaxdist.placements.layouts import choose as choose_cut
+from jaxdist.placements.layouts import layout as layout_with
+from jaxdist.placements.layouts import physical
 from jaxdist.placements.report import work
 from jaxdist.placements.values import REPLICATED
 from jaxdist.runtime.context import Context, hosts_of, machine_of
@@ -25,7 +27,7 @@ from jaxdist.step import batch
 from jaxdist.step.calling import Settings
 from jaxdist.step.placer import abstract, in_shards
 from jaxdist.step.program import Program, ProgramCache
-from jaxdist.step.signature import Signature
+from jaxdist.step.signature import Leaf, Signature
 from jaxdist.step.tracing import traced
 
 _FUSED = {"broadcast_in_dim", "iota"}  # computed where they are used
@@ -60,55 +62,59 @@ class Times:
 class Ahead:
     """A step for devices that need not be here: what a device holds, computes and sends."""
 
-    made: Program
+    program: Program
 
     @property
     def levels(self) -> frozenset[int]:
         """The levels of the uses of `jaxdist.zero` in the step."""
-        return frozenset(self.made.placed.step.marks.levels)
+        return frozenset(self.program.placed.step.marks.levels)
 
     @property
     def shared(self) -> int:
         """The number of devices in a row that share sharded state; 0 for all."""
-        groups = self.made.placed.step.groups
-        return data_size(self.made.placed.mesh) // groups if groups > 1 else 0
+        groups = self.program.placed.step.groups
+        return data_size(self.program.placed.mesh) // groups if groups > 1 else 0
 
     @functools.cached_property
     def arguments(self) -> tuple[Held, ...]:
         """The arguments of the step."""
-        placed, found = self.made.placed, []
-        pairs = zip(placed.signature.names, placed.signature.is_batch, placed.held, placed.layouts, strict=True)
-        for i, (name, is_batch, x, how) in enumerate(pairs):
+        placed, arguments = self.program.placed, list[Held]()
+        leaves = zip(
+            placed.signature.names, placed.signature.is_batch, placed.physical_types, placed.layouts, strict=True
+        )
+        for i, (name, is_batch, aval, layout) in enumerate(leaves):
             role = "batch" if is_batch else placed.step.marks.roles.get(i) or ""
-            size = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-            found.append(Held(name, role, size, bool(how and how.host)))
-        return tuple(found)
+            size = math.prod(aval.sharding.shard_shape(aval.shape)) * aval.dtype.itemsize
+            arguments.append(Held(name, role, size, bool(layout and layout.host)))
+        return tuple(arguments)
 
     @functools.cached_property
     def results(self) -> int:
         """Bytes of a device's results, at least, that are new and take the place of no argument."""
-        placed, arguments = self.made.placed, self.arguments
-        program = placed.emitted[0].jaxpr
-        came, away = set(program.invars), {k for k, i in enumerate(placed.step.sources) if i in placed.offloaded}
+        placed, arguments = self.program.placed, self.arguments
+        jaxpr = placed.emitted[0].jaxpr
+        passed_on = set(jaxpr.invars)
+        in_host_memory = {k for k, i in enumerate(placed.step.sources) if i in placed.offloaded}
         new = {
             v: _bytes(v.aval)
-            for k, v in enumerate(program.outvars)
-            if not isinstance(v, Literal) and v not in came and k not in away
+            for k, v in enumerate(jaxpr.outvars)
+            if not isinstance(v, Literal) and v not in passed_on and k not in in_host_memory
         }
-        return max(0, sum(new.values()) - sum(arguments[i].bytes for i in self.made.donated if not arguments[i].host))
+        reused = sum(arguments[i].bytes for i in self.program.donated if not arguments[i].host)
+        return max(0, sum(new.values()) - reused)
 
     @functools.cached_property
     def flops(self) -> int:
         """FLOPs of a device, an entry of anything but a contraction as one."""
-        placed = self.made.placed
-        if found := placed.emitted[1]:
-            return work(found[-1])
+        placed = self.program.placed
+        if placements := placed.emitted[1]:
+            return work(placements[-1])
         infer = placed.step.infer  # on one device
         block = infer.block(placed.step.jaxpr)
         return work(infer.place(block, [REPLICATED] * len(block.inputs)))
 
     @property
-    def away(self) -> int:
+    def host_bytes(self) -> int:
         """Bytes of a device's arguments in the host's memory."""
         return sum(x.bytes for x in self.arguments if x.host)
 
@@ -120,21 +126,22 @@ class Ahead:
     @functools.cached_property
     def held_at_once(self) -> int:
         """Bytes at most of a device's other values: all at once that a compiler may fuse."""
-        return _held_at_once(self.made.placed.emitted[0].jaxpr)
+        return _held_at_once(self.program.placed.emitted[0].jaxpr)
 
     def sent(self, machine: Machine) -> tuple[Collective, ...]:
         """The collectives, as XLA may merge them (see `jaxdist.ir.wire`)."""
-        return tuple(sent(self.made.placed.emitted[0], self.made.placed.axes, machine))
+        return tuple(sent(self.program.placed.emitted[0], self.program.placed.axes, machine))
 
     def times(self, sent: Sequence[Collective], machine: Machine) -> Times:
         """The times of a device that sends these messages."""
         kind = machine.kind
         compute = self.flops / kind.rate("bfloat16")
-        kept = sum(x.bytes for x in self.arguments if x.role != "batch" and not x.host)
-        state = 2 * kept / kind.bandwidth + 2 * self.away / (kind.host or kind.bandwidth)
-        spent = [(c.seconds(machine), bool(machine.crossings(c.groups)), c.overlapped) for c in sent if c.devices > 1]
-        in_host, between = (math.fsum(s for s, crosses, _ in spent if crosses == far) for far in (False, True))
-        return Times(compute, state, in_host, between, min(math.fsum(s * part for s, _, part in spent), compute))
+        state_bytes = sum(x.bytes for x in self.arguments if x.role != "batch" and not x.host)
+        state = 2 * state_bytes / kind.bandwidth + 2 * self.host_bytes / (kind.host or kind.bandwidth)
+        times = [(c.seconds(machine), bool(machine.crossings(c.groups)), c.overlapped) for c in sent if c.devices > 1]
+        in_host, between = (math.fsum(s for s, crosses, _ in times if crosses == far) for far in (False, True))
+        hidden = min(math.fsum(seconds * overlapped for seconds, _, overlapped in times), compute)
+        return Times(compute, state, in_host, between, hidden)
 
 
 @dataclass
@@ -144,14 +151,15 @@ class Forecast:
     _settings: Settings
     _cache: ProgramCache
     signature: Signature
-    leaves: Sequence[Any]  # of all arguments, as in `Ahead.arguments`; of the batch with the examples of all devices
+    leaves: Sequence[Leaf]  # of all arguments, as in `Ahead.arguments`; of the batch with the examples of all devices
     mesh: Mesh
     _machine: Machine
-    cut: dict[int, int] = field(default_factory=dict)  # by the model axis, for the step's own batch and level
+    # The leaves that the model axis cuts, and the dimension: found for the step's own batch and level.
+    model_dims: dict[int, int] = field(default_factory=dict)
 
     def on(self, mesh: Mesh) -> "Forecast":
         """Return the same call on a different mesh of the same number of devices."""
-        return dataclasses.replace(self, mesh=mesh, cut={})
+        return dataclasses.replace(self, mesh=mesh, model_dims={})
 
     @property
     def model(self) -> int:
@@ -161,10 +169,10 @@ class Forecast:
     @property
     def repeats(self) -> bool:
         """Check whether the model axis cuts nothing: each device along it does the same."""
-        return self.model > 1 and not self.cut
+        return self.model > 1 and not self.model_dims
 
     @property
-    def batch(self) -> list[Any]:
+    def batch(self) -> list[Leaf]:
         """The leaves of the batch."""
         return [self.leaves[i] for i in self.signature.batch]
 
@@ -174,33 +182,37 @@ class Forecast:
         avals = [abstract(x) for x in self.leaves]
         for i in signature.batch:
             batch.check(signature.names[i], avals[i])
-        step, layouts = self._cache.jaxpr(signature, avals, mesh), self._settings.layouts
-        trace = traced(step, signature, avals, mesh, self._machine, level, shared, layouts, self.cut)
+        step, declared = self._cache.jaxpr(signature, avals, mesh), self._settings.layouts
+        trace = traced(step, signature, avals, mesh, self._machine, level, shared, declared, self.model_dims)
         layouts = list(trace.layouts)
-        self.cut = {i: cut.dim for i, how in enumerate(layouts) if how and (cut := how.by(MODEL))}
+        self.model_dims = {i: cut.dim for i, layout in enumerate(layouts) if layout and (cut := layout.by(MODEL))}
         for i in signature.state:
             if in_shards(self.leaves[i]):
-                cut = kept.choose(avals[i].shape, data_size(mesh))
-                layouts[i] = layouts[i] or (cut and layout(cut))
+                cut = choose_cut(avals[i].shape, data_size(mesh))
+                layouts[i] = layouts[i] or (cut and layout_with(cut))
         ahead = Ahead(self._cache.make(trace, signature, avals, layouts, mesh, "xla"))
-        _ = ahead.made.placed.emitted  # what it can't be placed for is an error here
+        _ = ahead.program.placed.emitted  # what it can't be placed for is an error here
         return ahead
 
 
 def _held_at_once(jaxpr: Jaxpr) -> int:
-    """Bound the bytes that a program holds at once, without its arguments; a loop counts as one turn."""
+    """Bound the bytes that a program holds at once, without its arguments; a loop counts as one iteration."""
     eqns = live(jaxpr)
-    last, change = last_uses(eqns, jaxpr.outvars), [0] * (len(eqns) + 1)
+    last_use = last_uses(eqns, jaxpr.outvars)
+    change = [0] * (len(eqns) + 1)  # in bytes, at each equation; the last entry is what the results free
     for k, eqn in enumerate(eqns):
-        for v in () if eqn.primitive.name in _FUSED else last.keys() & set(eqn.outvars):
+        for v in () if eqn.primitive.name in _FUSED else last_use.keys() & set(eqn.outvars):
             change[k] += _bytes(v.aval)
-            change[min(last[v] + 1, len(eqns))] -= _bytes(v.aval)
-    inside = (max(map(_held_at_once, (sub.jaxpr for sub in subjaxprs(eqn))), default=0) for eqn in eqns)
-    return max((own + more for own, more in zip(itertools.accumulate(change), inside, strict=False)), default=0)
+            change[min(last_use[v] + 1, len(eqns))] -= _bytes(v.aval)
+    inside = [max(map(_held_at_once, (sub.jaxpr for sub in subjaxprs(eqn))), default=0) for eqn in eqns]
+    held = list(itertools.accumulate(change))[: len(eqns)]
+    return max(map(operator.add, held, inside), default=0)
 
 
-def _bytes(aval: Any) -> int:
-    return aval.size * aval.dtype.itemsize if hasattr(aval, "dtype") else 0
+def _bytes(aval: object) -> int:
+    """The size of a value; tokens and the like have none."""
+    dtype = getattr(aval, "dtype", None)
+    return getattr(aval, "size", 0) * dtype.itemsize if dtype is not None else 0
 
 
 # --- the choice of a mesh: by FLOPs, state and messages on each; nothing is compiled
@@ -212,67 +224,90 @@ def order(cost: float, peak: float, least: int, memory: float) -> tuple[bool, fl
     return too_large, peak if too_large else cost, least
 
 
-def meshes(devices: int, in_host: int, batch: Sequence[Any]) -> Iterator[dict[str, int]]:
+def meshes(devices: int, in_host: int, batch: Sequence[Leaf]) -> Iterator[dict[str, int]]:
     """The meshes whose axes have no more devices than the batch has examples and its sequences have entries."""
     # Sequences and the model are cut within a host, unless there are fewer examples than hosts.
-    found = False
+    has_one = False
     # Two-dimensional floats count as features, not sequences.
     lengths = [a.shape[1] for a in batch if a.ndim > 2 or (a.ndim == 2 and jnp.issubdtype(a.dtype, jnp.integer))]
     for inner in (n for n in range(1, devices + 1) if devices % n == 0):
         if any(a.shape[0] < devices // inner for a in batch):
             continue
-        if inner > in_host and found:
+        if inner > in_host and has_one:
             return
         for model in (n for n in range(1, inner + 1) if inner % n == 0):
             sequence = inner // model
             if sequence == 1 or any(n >= sequence for n in lengths):
-                found = True
+                has_one = True
                 sizes = {AXIS: devices // inner, SEQUENCE: sequence, MODEL: model}
                 yield {name: n for name, n in sizes.items() if n > 1} or {AXIS: 1}
 
 
-def chosen(on: Callable[[Sizes], Forecast], among: Sequence[Sizes], machine: Machine) -> tuple[Mesh, str]:
-    """The mesh of the least time, of those on which a step is expected to fit; and why."""
+class ChosenMesh(NamedTuple):
+    """A mesh for a step."""
+
+    mesh: Mesh
+    why: str  # for a person
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A mesh for a step, and what the step takes on it."""
+
+    forecast: Forecast
+    ms: float  # of a step
+    peak: int  # bytes of a device, at most
+    least: int  # bytes of a device's arguments and results
+
+
+def fastest(on: Callable[[Sizes], Forecast], among: Sequence[Sizes], machine: Machine) -> ChosenMesh:
+    """The mesh of the least time, of those on which a step is expected to fit."""
     if len(among) == 1:
-        return (mesh := on(among[0]).mesh), f"{said(mesh.shape)}: the only one for this batch"
+        mesh = on(among[0]).mesh
+        return ChosenMesh(mesh, f"{in_words(mesh.shape)}: the only one for this batch")
     memory = machine.kind.usable or float("inf")
-    cuts = dict[int, dict[int, int]]()
-    found, failed = list[tuple[float, int, int, Forecast]](), list[Exception]()
+    model_dims = dict[int, dict[int, int]]()  # by the size of the model axis: a search for each takes long
+    candidates, failed = list[_Candidate](), list[Exception]()
     for sizes in among:
         forecast = on(sizes)
-        forecast.cut = cuts.get(forecast.model, {})
+        forecast.model_dims = model_dims.get(forecast.model, {})
         try:
             ahead = forecast.ahead()
             ms = 1e3 * ahead.times(ahead.sent(machine), machine).seconds
-            found.append((ms, ahead.least + ahead.held_at_once, ahead.least, forecast))
+            candidates.append(_Candidate(forecast, ms, ahead.least + ahead.held_at_once, ahead.least))
         except Exception as error:  # it names an axis that this mesh lacks, or has groups that do not divide it
             failed.append(error)
             continue
-        cuts[forecast.model] = forecast.cut
-    if not found:
+        model_dims[forecast.model] = forecast.model_dims
+    if not candidates:
         raise failed[0]
-    found = [one for one in found if not one[-1].repeats] or found
-    ms, peak, _, best = min(found, key=lambda one: order(*one[:3], memory))
-    what = "the fastest that is sure to fit" if peak <= memory else "needs the least memory, and none is sure to fit"
-    return best.mesh, f"{said(best.mesh.shape)}: {what} ({len(found)} meshes; estimated {ms:.3g} ms per step)"
+    candidates = [candidate for candidate in candidates if not candidate.forecast.repeats] or candidates
+    best = min(candidates, key=lambda candidate: order(candidate.ms, candidate.peak, candidate.least, memory))
+    fits = best.peak <= memory
+    what = "the fastest that is sure to fit" if fits else "needs the least memory, and none is sure to fit"
+    mesh = best.forecast.mesh
+    why = f"{in_words(mesh.shape)}: {what} ({len(candidates)} meshes; estimated {best.ms:.3g} ms per step)"
+    return ChosenMesh(mesh, why)
 
 
-def choose(first: Forecast, context: Context) -> tuple[Mesh, str]:
-    """The mesh for a step's first call, and why: its state's mesh, if some of it is sharded, or the fastest."""
+def choose(first: Forecast, context: Context) -> ChosenMesh:
+    """The mesh for a step's first call: its state's mesh, if some of it is sharded, or the fastest."""
     devices, signature = context.devices, first.signature
     for name, is_batch, x in zip(signature.names, signature.is_batch, first.leaves, strict=True):
-        own = None if is_batch else getattr(physical(x), "sharding", None)
-        if isinstance(own, NamedSharding) and not own.is_fully_replicated and own.device_set == set(devices):
-            mesh = in_a_row(own.mesh)
+        current = None if is_batch else getattr(physical(x), "sharding", None)
+        if not isinstance(current, NamedSharding) or current.is_fully_replicated:
+            continue
+        if current.device_set == set(devices):
+            mesh = in_a_row(current.mesh)
             if set(mesh.axis_names) <= set(NAMES):
-                return mesh, f"{said(mesh.shape)}: {name} lies in slices on it"
+                return ChosenMesh(mesh, f"{in_words(mesh.shape)}: {name} lies in slices on it")
     in_host = on_each_host(hosts_of(context.mesh)) or 1
     if context.communicator == "mpi":  # which cannot move a batch between meshes
-        return context.mesh, f"{said(context.mesh.shape)}: over MPI a batch stays where it was passed"
+        return ChosenMesh(context.mesh, f"{in_words(context.mesh.shape)}: over MPI a batch stays where it was passed")
     among = list(meshes(len(devices), in_host, first.batch)) or [{AXIS: len(devices)}]
-    return chosen(lambda sizes: first.on(mesh_of(sizes, devices)), among, machine_of(context.mesh))
+    return fastest(lambda sizes: first.on(mesh_of(sizes, devices)), among, machine_of(context.mesh))
 
 
-def said(mesh: Sizes) -> str:
+def in_words(mesh: Sizes) -> str:
     """The sizes of a mesh, for a person."""
     return ", ".join(f"{axis}={size}" for axis, size in mesh.items())

@@ -4,7 +4,6 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr
@@ -33,56 +32,56 @@ class PlacedStep:
 
     step: TracedStep
     signature: Signature  # of its arguments
-    avals: Sequence[Any]  # their types
-    layouts: Sequence[Layout | None]  # how each is kept, the batch as well; None: whole
+    avals: Sequence[jax.ShapeDtypeStruct]  # their types
+    layouts: Sequence[Layout | None]  # of each, the batch as well; None: whole on each device
     mesh: Mesh
     communicator: str | Rules
     bucket_bytes: int  # of a message of gradients
     compress: str | None  # the dtype that gradients are sent in, if not their own
 
     @functools.cached_property
-    def over(self) -> Mesh:
+    def run_mesh(self) -> Mesh:
         """The mesh that it runs on: the arguments' mesh, in groups if state is sharded within groups."""
-        whole = data_size(self.mesh)
-        shares = [cut.parts for how in self.layouts if how and (cut := how.by(AXIS))]
-        return in_groups(self.mesh, max(self.step.groups, whole // min(shares, default=whole)))
+        devices = data_size(self.mesh)
+        parts = [cut.parts for layout in self.layouts if layout and (cut := layout.by(AXIS))]
+        return in_groups(self.mesh, max(self.step.groups, devices // min(parts, default=devices)))
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The axes of that mesh, the outermost first."""
-        return axes_of_mesh(self.over)
+        return axes_of_mesh(self.run_mesh)
 
     @functools.cached_property
     def batch(self) -> list[Layout]:
         """Layouts of the leaves of the batch."""
-        return [how for i in self.signature.batch if (how := self.layouts[i])]
+        return [layout for i in self.signature.batch if (layout := self.layouts[i])]
 
     @functools.cached_property
-    def held(self) -> list[jax.ShapeDtypeStruct]:
-        """The types of the arguments once they are on the mesh: of their physical arrays."""
+    def physical_types(self) -> list[jax.ShapeDtypeStruct]:
+        """The types of the arguments once they are on the mesh, with padding and sharding."""
         return [
             jax.ShapeDtypeStruct(
-                how.physical(a.shape) if how else a.shape, a.dtype, sharding=sharding(self.mesh, how),
-                weak_type=a.weak_type,
-            ) for a, how in zip(self.avals, self.layouts, strict=True)
+                layout.physical(aval.shape) if layout else aval.shape, aval.dtype,
+                sharding=sharding(self.mesh, layout), weak_type=aval.weak_type,
+            ) for aval, layout in zip(self.avals, self.layouts, strict=True)
         ]  # fmt: skip
 
     @functools.cached_property
     def padded(self) -> list[int]:
-        """The leaves of the state whose shards have a padded end."""
-        kept = enumerate(self.layouts[i] for i in self.signature.state)
-        return [k for k, how in kept if how and not how.is_plain]
+        """The leaves of the state whose shards have a padded end, counted among the leaves of the state."""
+        layouts = enumerate(self.layouts[i] for i in self.signature.state)
+        return [k for k, layout in layouts if layout and not layout.is_plain]
 
     @functools.cached_property
-    def results(self) -> list[Layout | None]:
+    def result_layouts(self) -> list[Layout | None]:
         """Layouts of the results that have the structure of an argument of the state."""
         return [None if i is None else self.layouts[i] for i in self.step.sources]
 
     @functools.cached_property
     def offloaded(self) -> dict[int, int | None]:
         """The arguments in the host's memory, and the result that takes the place of each."""
-        sources = self.step.sources
-        return {i: sources.index(i) if i in sources else None for i, how in enumerate(self.layouts) if how and how.host}
+        sources, layouts = self.step.sources, enumerate(self.layouts)
+        return {i: sources.index(i) if i in sources else None for i, layout in layouts if layout and layout.host}
 
     @functools.cached_property
     def unreturned(self) -> set[int]:
@@ -95,66 +94,77 @@ class PlacedStep:
         """The program of a device, and its placement over each axis (empty on one device)."""
         if self.mesh.size == 1:
             return staged(self.step.jaxpr, self.offloaded, ()), ()
-        closed, found = self.place()
-        sizes = {i: self.avals[i].size * self.avals[i].dtype.itemsize for i in self.signature.state if self.layouts[i]}
-        gathered, barriers = sum(sizes.values()) // _GATHERED_AT_ONCE, not self.step.infer.machine.kind.is_cpu
-        fused = Fuse(self.bucket_bytes, self.axes, gathered, barriers=barriers)(closed)
-        return staged(fused, self.offloaded, self.axes), found
+        closed, placements = self.place()
+        state = [self.avals[i] for i in self.signature.state if self.layouts[i]]
+        gathered_bytes = sum(aval.size * aval.dtype.itemsize for aval in state) // _GATHERED_AT_ONCE
+        barriers = not self.step.infer.machine.kind.is_cpu
+        fused = Fuse(self.bucket_bytes, self.axes, gathered_bytes, barriers=barriers)(closed)
+        return staged(fused, self.offloaded, self.axes), placements
 
     def place(self) -> tuple[ClosedJaxpr, list[Placed]]:
-        """Place and emit the step, over an axis of the mesh after the other."""
-        step, axes, closed = self.step, passes(self.over), self.step.jaxpr
-        given = [
-            how.placements(a.shape, axes, stored=not is_batch) if how else [REPLICATED] * len(axes)
-            for is_batch, how, a in zip(self.signature.is_batch, self.layouts, self.avals, strict=True)
+        """Place and emit the step, over an axis of the mesh after the other.
+
+        What is emitted for one axis is the program of a device along it, and the step that is placed over the next.
+        """
+        step, axes, closed = self.step, passes(self.run_mesh), self.step.jaxpr
+        ins_by_axis = [
+            layout.placements(aval.shape, axes, stored=not is_batch) if layout else [REPLICATED] * len(axes)
+            for is_batch, layout, aval in zip(self.signature.is_batch, self.layouts, self.avals, strict=True)
         ]
-        kept = [how and how.placements(a.shape, axes) for how, a in zip(self.results, closed.out_avals, strict=True)]
-        found = list[Placed]()
+        outs_by_axis = [
+            layout and layout.placements(aval.shape, axes)
+            for layout, aval in zip(self.result_layouts, closed.out_avals, strict=True)
+        ]
+        placements = list[Placed]()
         for k in range(len(axes)):
-            last = k == len(axes) - 1
-            infer = step.infer if last and step.infer.mesh == axes else step.infer.over(axes, k)
+            is_last = k == len(axes) - 1
+            infer = step.infer if is_last and step.infer.mesh == axes else step.infer.over(axes, k)
             block = infer.block(closed)
             block.outermost = True
-            ins = [placements[k] for placements in given]
+            ins = [by_axis[k] for by_axis in ins_by_axis]
             natural = infer.place(block, ins).given
-            outer = found[-1].outs if found and axes[k - 1].name == GROUP else [None] * len(kept)
-            wants = [
-                form(how[k]) if how else _wanted(made, before, axes, k, source is not None)
-                for how, made, before, source in zip(kept, natural, outer, step.sources, strict=True)
+            along_groups = placements and axes[k - 1].name == GROUP
+            outer = placements[-1].outs if along_groups else [None] * len(outs_by_axis)
+            out_forms = [
+                form(by_axis[k]) if by_axis else _out_form(placement, over_groups, axes, k, source is not None)
+                for by_axis, placement, over_groups, source in zip(
+                    outs_by_axis, natural, outer, step.sources, strict=True
+                )
             ]
-            found.append(placed := infer.place(block, ins, wants))
-            may = compressible(placed, self.step.sources) if self.compress else {}
-            marks = not last or bool(self.offloaded)
-            closed = Emitter(infer, placed, may, self.compress, marks).program(local_types(placed))
-        return closed, found
+            placements.append(placed := infer.place(block, ins, out_forms))
+            may_compress = compressible(placed, self.step.sources) if self.compress else {}
+            marks = not is_last or bool(self.offloaded)
+            closed = Emitter(infer, placed, may_compress, self.compress, marks).program(local_types(placed))
+        return closed, placements
 
     def specs(self) -> tuple[list[P], list[P]]:
         """Return the specs of the arguments and of the results."""
-        found = self.emitted[1]
-        axes = [one.axis for one in found]
-        ins, outs = zip(*(one.ins for one in found), strict=True), zip(*(one.outs for one in found), strict=True)
-        return [_spec(axes, ps) for ps in ins], [_spec(axes, ps) for ps in outs]
+        placements = self.emitted[1]
+        axes = [placed.axis for placed in placements]
+        ins = zip(*(placed.ins for placed in placements), strict=True)
+        outs = zip(*(placed.outs for placed in placements), strict=True)
+        return [_spec(axes, by_axis) for by_axis in ins], [_spec(axes, by_axis) for by_axis in outs]
 
     def result_shardings(self) -> list[NamedSharding] | None:
         """The shardings of results of a step in groups; None without groups."""
         # On the arguments' mesh where possible, so that the next call gets arguments of the same type.
-        if self.over is self.mesh:
+        if self.run_mesh is self.mesh:
             return None
 
-        def lie(own: P, how: Layout | None) -> NamedSharding:
-            if how is not None:
-                return sharding(self.mesh, how)
-            dims = [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in own]
+        def sharding_of(result_spec: P, layout: Layout | None) -> NamedSharding:
+            if layout is not None:
+                return sharding(self.mesh, layout)
+            dims = [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in result_spec]
             if any((GROUP in axes) != (AXIS in axes) for axes in dims):
-                return NamedSharding(self.over, own)
+                return NamedSharding(self.run_mesh, result_spec)
             return NamedSharding(self.mesh, spec([tuple(name for name in axes if name != GROUP) for axes in dims]))
 
-        return list(map(lie, self.specs()[1], self.results))
+        return list(map(sharding_of, self.specs()[1], self.result_layouts))
 
     def cut_by_model(self) -> dict[str, int]:
         """The leaves that the model axis cuts, by name, and the dimension."""
-        kept = zip(self.signature.names, self.layouts, strict=True)
-        return {name: cut.dim for name, how in kept if how and (cut := how.by(MODEL))}
+        layouts = zip(self.signature.names, self.layouts, strict=True)
+        return {name: cut.dim for name, layout in layouts if layout and (cut := layout.by(MODEL))}
 
     def padding(self) -> str:
         """Return what it costs that the devices do not divide the batch, or ""."""
@@ -168,30 +178,37 @@ class PlacedStep:
     def unsplit(self) -> str:
         """Return a hint for a step without a batch that has an argument worth splitting, or ""."""
         names = [
-            name for _, at, name in self.signature.arguments
-            if self.unreturned.issuperset(at) and any(self.avals[i].shape and not is_keys(self.avals[i]) for i in at)
+            argument.name for argument in self.signature.arguments
+            if self.unreturned.issuperset(argument.positions)
+            and any(self.avals[i].shape and not is_keys(self.avals[i]) for i in argument.positions)
         ]  # fmt: skip
         if not names or not any(map(worth_splitting, self.emitted[1])):
             return ""
         return unsplit(names, self.mesh.size, len({d.process_index for d in self.mesh.devices.flat}))
 
 
-def _wanted(made: Placement, outer: Placement | None, axes: Sequence[Axis], k: int, carried: bool) -> Form:
-    """Return the form in which a result without a layout leaves the `k`-th pass."""
-    if isinstance(outer, Split):
-        return tiles(outer.dim, outer.size, [axis.size for axis in _of_data(axes)])[-1]
-    return form(made) if not carried and isinstance(made, Split) and _stays(made, axes, k) else REPLICATED
+def _out_form(
+    natural: Placement, over_groups: Placement | None, axes: Sequence[Axis], k: int, is_next_state: bool
+) -> Form:
+    """Return the form in which a result without a layout leaves the `k`-th pass.
+
+    `natural` is its placement by itself, `over_groups` the one over the groups of devices, if the axis is in a group.
+    """
+    if isinstance(over_groups, Split):
+        return tiles(over_groups.dim, over_groups.size, [axis.size for axis in _of_data(axes)])[-1]
+    stays = not is_next_state and isinstance(natural, Split) and _stays_split(natural, axes, k)
+    return form(natural) if stays else REPLICATED
 
 
-def _stays(p: Split, axes: Sequence[Axis], k: int) -> bool:
+def _stays_split(split: Split, axes: Sequence[Axis], k: int) -> bool:
     """Check whether an aux value stays split over the `k`-th axis: devices divide it, or the step asked for shards."""
-    own = axes[k]
-    if p.stored:
-        return own.name == AXIS and p.requested and p.is_tile(own.size)
-    along = [own] if own.name == SEQUENCE else _of_data(axes)
-    if own not in along[:1] or p.size % math.prod(axis.size for axis in along):
+    axis = axes[k]
+    if split.stored:
+        return axis.name == AXIS and split.requested and split.is_tile(axis.size)
+    along = [axis] if axis.name == SEQUENCE else _of_data(axes)
+    if axis not in along[:1] or split.size % math.prod(a.size for a in along):
         return False
-    return p.outer == 1 and not p.is_padded(own.size) and not p.whole
+    return split.outer == 1 and not split.is_padded(axis.size) and not split.whole
 
 
 def _of_data(axes: Sequence[Axis]) -> list[Axis]:

@@ -6,9 +6,10 @@ import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
+import numpy as np
 from jax.tree_util import PyTreeDef, default_registry
 
 from jaxdist.text import name_of
@@ -16,13 +17,47 @@ from jaxdist.text import name_of
 NUMBERS = (bool, int, float, complex)
 _DATA = (jax.Array, jax.ShapeDtypeStruct, *NUMBERS)
 
+Leaf = Any  # of a user's arguments or result: an array of JAX or NumPy, a `Padded`, a number, a constant of any type
+PyTree = Any  # a user's
+
+
+class TreeDef(Protocol):
+    """The structure of a tree: JAX's `PyTreeDef`, which has no types."""
+
+    @property
+    def num_leaves(self) -> int: ...
+    @property
+    def num_nodes(self) -> int: ...
+    def children(self) -> Sequence["TreeDef"]: ...
+    def node_data(self) -> tuple[type, Any] | None: ...
+    def unflatten(self, leaves: Iterable[Leaf], /) -> PyTree: ...
+
+
+Structure = TreeDef | tuple[TreeDef, tuple[str, ...]]  # of all arguments; with the names that go by keyword
+
+
+class Constant(NamedTuple):
+    """A leaf of the arguments that is no data: a program is for its value."""
+
+    position: int  # among all leaves
+    kind: type  # 1, 1.0 and True are equal, and not the same to a step
+    value: Leaf
+
+
+class ArgumentLeaves(NamedTuple):
+    """An argument of a call."""
+
+    structure: TreeDef
+    positions: list[int]  # of its leaves, among all that are data
+    name: str
+
 
 @jax.tree_util.register_static
 @dataclass(frozen=True, eq=False)
 class Static:
     """A leaf that is not an array (an activation function in a module, a string): a constant of the program."""
 
-    value: Any
+    value: Leaf
 
     def __eq__(self, other: object) -> bool:
         # As for jax.jit: 1, 1.0 and True are not the same to a step.
@@ -34,7 +69,7 @@ class Static:
         return hash((type(self.value), self.value))
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: Leaf) -> bool:
     """Check whether a leaf of the arguments is data, as opposed to a constant of the program."""
     return isinstance(leaf, _DATA) or hasattr(leaf, "__array__")
 
@@ -43,7 +78,7 @@ def is_array(leaf: Any) -> bool:
 class Signature:
     """The structure of a call. A compiled program is specific to it, and to shapes and dtypes."""
 
-    tree: Any  # of the tuple of all arguments; other leaves than arrays are `Static` nodes
+    tree: TreeDef  # of the tuple of all arguments; other leaves than arrays are `Static` nodes
     is_batch: tuple[bool, ...]  # for each leaf, whether it belongs to the batch
     names: tuple[str, ...]  # how messages call each leaf
     parameters: tuple[str, ...]  # how they call each argument
@@ -51,7 +86,7 @@ class Signature:
     numbers: frozenset[int]  # positions of leaves that are numbers and constants
     constants: tuple[tuple[str, str], ...]  # the name and, in words, the value of each constant among the arguments
 
-    def data(self, leaves: Sequence[Any]) -> list[Any]:
+    def data(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """The leaves that are data, of all leaves of the arguments; the others are constants of the program."""
         return [x for i, x in enumerate(leaves) if is_array(x) and i not in self.numbers]
 
@@ -70,53 +105,55 @@ class Signature:
         return tuple(i for i, b in enumerate(self.is_batch) if b)
 
     @functools.cached_property
-    def arguments(self) -> list[tuple[Any, list[int], str]]:
-        """Each argument's structure, the positions of its leaves, and its name."""
-        out, start = [], 0
-        for child, name in zip(self.tree.children(), self.parameters, strict=True):
-            out.append((child, list(range(start, start + child.num_leaves)), name))
-            start += child.num_leaves
-        return out
+    def arguments(self) -> list[ArgumentLeaves]:
+        """The arguments, in order."""
+        arguments, start = list[ArgumentLeaves](), 0
+        for structure, name in zip(self.tree.children(), self.parameters, strict=True):
+            end = start + structure.num_leaves
+            arguments.append(ArgumentLeaves(structure, list(range(start, end)), name))
+            start = end
+        return arguments
 
 
-def flat(args: tuple[Any, ...], keywords: tuple[str, ...]) -> tuple[list[Any], Any]:
+def flat(args: tuple[PyTree, ...], keywords: tuple[str, ...]) -> tuple[list[Leaf], Structure]:
     """Return leaves and structure of a call's arguments, the last of them by keyword."""
     leaves, tree = jax.tree.flatten(args)
     return leaves, (tree, keywords) if keywords else tree
 
 
-def leaf_name(parameters: Sequence[str], path: tuple[Any, ...]) -> str:
+def leaf_name(parameters: Sequence[str], path: jax.tree_util.KeyPath) -> str:
     """Return a leaf's name in messages, from the arguments' names and its path in their tuple."""
     return f"{parameters[path[0].idx]}{jax.tree_util.keystr(path[1:])}"
 
 
-def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+def picker(positions: Sequence[int]) -> Callable[[Sequence[Leaf]], Sequence[Leaf]]:
     """A function that takes the items at these positions from a sequence, fast."""
     if len(positions) > 1:
         return operator.itemgetter(*positions)
     return lambda items: [items[i] for i in positions]
 
 
-def with_constants(tree: Any, leaves: Sequence[Any]) -> Any:
+def with_constants(tree: TreeDef, leaves: Sequence[Leaf]) -> TreeDef:
     """Return a structure with a node in place of each leaf that is `Static`. No node of a user is rebuilt for it."""
-    each = iter(leaves)
+    remaining = iter(leaves)
 
-    def changed(part: Any) -> Any:
+    def changed(part: TreeDef) -> TreeDef:
         if not _is_leaf(part):
             return _with_children(part, map(changed, part.children()))
-        return jax.tree.structure(leaf) if isinstance(leaf := next(each), Static) else part
+        return jax.tree.structure(leaf) if isinstance(leaf := next(remaining), Static) else part
 
     return changed(tree)
 
 
-def unflattener(tree: Any) -> Callable[[Sequence[Any]], Any]:
+def unflattener(tree: TreeDef) -> Callable[[Sequence[Leaf]], PyTree]:
     """Return a function that makes a tree of a structure, given its leaves; `Static` nodes become their values."""
-    constants = [(i, part.node_data()[1].value) for i, part in enumerate(_ends(tree)) if is_constant(part)]
+    ends = enumerate(map(_constant, _ends(tree)))
+    constants = [(i, constant.value) for i, constant in ends if constant is not None]
     if not constants:
         return tree.unflatten
     whole = structure_of_values(tree)
 
-    def unflatten(leaves: Sequence[Any]) -> Any:
+    def unflatten(leaves: Sequence[Leaf]) -> PyTree:
         merged = list(leaves)
         for position, value in constants:
             merged.insert(position, value)
@@ -125,14 +162,14 @@ def unflattener(tree: Any) -> Callable[[Sequence[Any]], Any]:
     return unflatten
 
 
-def structure_of_values(tree: Any) -> Any:
+def structure_of_values(tree: TreeDef) -> TreeDef:
     """Return a structure with a leaf in place of each `Static` node. No node of a user is rebuilt for it."""
     if is_constant(tree):
         return _LEAF
     return tree if _is_leaf(tree) else _with_children(tree, map(structure_of_values, tree.children()))
 
 
-def _ends(tree: Any) -> Iterator[Any]:
+def _ends(tree: TreeDef) -> Iterator[TreeDef]:
     if _is_leaf(tree) or is_constant(tree):
         yield tree
     for child in tree.children():
@@ -142,20 +179,25 @@ def _ends(tree: Any) -> Iterator[Any]:
 _LEAF = jax.tree.structure(0)
 
 
-def is_constant(tree: Any) -> bool:
+def is_constant(tree: TreeDef) -> bool:
     """Check whether a structure is that of a `Static`."""
-    return (tree.node_data() or (None,))[0] is Static
+    return _constant(tree) is not None
 
 
-def _is_leaf(tree: Any) -> bool:
+def _constant(tree: TreeDef) -> Static | None:
+    kind, data = tree.node_data() or (None, None)
+    return data if kind is Static else None
+
+
+def _is_leaf(tree: TreeDef) -> bool:
     return tree == _LEAF
 
 
-def _with_children(tree: Any, children: Iterable[Any]) -> Any:
+def _with_children(tree: TreeDef, children: Iterable[TreeDef]) -> TreeDef:
     return PyTreeDef.from_node_data_and_children(default_registry, tree.node_data(), list(children))
 
 
-def constant_text(value: Any) -> str:
+def constant_text(value: Leaf) -> str:
     """Return the text of a constant, the same on all ranks that have the same constant."""
     if value is None or isinstance(value, (str, bytes, *NUMBERS)):
         return f"{type(value).__name__} {value!r}"
@@ -168,53 +210,75 @@ def constant_text(value: Any) -> str:
 # --- parts of a result that match an argument get its layout
 
 
-def same(one: Any, other: Any) -> bool:
+class Type(Protocol):
+    """The type of an array: of a leaf of the arguments, or of the result of a trace."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype: ...
+
+
+class Match(NamedTuple):
+    """What a step's result has of its arguments."""
+
+    sources: list[int | None]  # for each leaf of the result, the leaf of the arguments of which it is the next value
+    returned: frozenset[int]  # leaves of arguments of which the result has as many as there are arguments
+    tied: list[list[int]]  # leaves at one place of several arguments of one structure: they are kept alike
+
+
+def match(tree: TreeDef, types: Sequence[Type], arguments: Sequence[ArgumentLeaves], avals: Sequence[Type]) -> Match:
+    """Match a step's result, of these types, with its arguments of state, whose leaves have the types `avals`."""
+    sources: list[int | None] = [None] * tree.num_leaves
+    returned, tied = set[int](), list[list[int]]()
+    remaining = [argument for argument in arguments if argument.positions]
+    while remaining:
+        # The larger first: a bias is a part of the weights, even if there is an argument like it. Of those with as many
+        # leaves, the one with more nodes: the state of momentum holds a tree like the parameters.
+        largest = max(remaining, key=lambda argument: (len(argument.positions), argument.structure.num_nodes))
+        leaf_types = [avals[i] for i in largest.positions]
+        group = [
+            argument for argument in remaining
+            if _same(argument.structure, largest.structure)
+            and all(map(_equal, (avals[i] for i in argument.positions), leaf_types))
+        ] or [largest]  # fmt: skip
+        remaining = [argument for argument in remaining if all(argument is not member for member in group)]
+        places = [k for k in _places(tree, types, largest.structure, leaf_types) if sources[k] is None]
+        for n, k in enumerate(places):  # where there are more than arguments, these are like the last
+            positions = group[min(n, len(group) - 1)].positions
+            sources[k : k + len(positions)] = positions
+        # A single number is too common to be known by its type: it would be donated for another counter.
+        if len(places) == len(group) and (len(leaf_types) > 1 or leaf_types[0].shape):
+            returned.update(i for member in group for i in member.positions)
+        if len(group) > 1:
+            tied += map(list, zip(*(member.positions for member in group), strict=True))
+    return Match(sources, frozenset(returned), tied)
+
+
+def _places(tree: TreeDef, types: Sequence[Type], structure: TreeDef, leaf_types: Sequence[Type]) -> Iterator[int]:
+    """The first leaf of each part of a result that is like an argument, the outermost parts only."""
+    unvisited = [(tree, 0)]
+    while unvisited:
+        part, first = unvisited.pop()
+        n = part.num_leaves
+        if n < structure.num_leaves:
+            continue
+        if n == len(leaf_types) and _same(part, structure) and all(map(_equal, types[first : first + n], leaf_types)):
+            yield first
+            continue
+        children = part.children()
+        ends = itertools.accumulate(child.num_leaves for child in children)
+        starts = [first + end - child.num_leaves for child, end in zip(children, ends, strict=True)]
+        unvisited += reversed(list(zip(children, starts, strict=True)))
+
+
+def _same(structure: TreeDef, other: TreeDef) -> bool:
     """Check whether two structures are equal. Metadata that cannot be compared (a NumPy array) counts as unequal."""
     try:
-        return bool(one == other)
+        return bool(structure == other)
     except Exception:
         return False
 
 
-def places(tree: Any, types: Sequence[Any], wanted: Any, wanted_types: Sequence[Any]) -> Iterator[int]:
-    """The first leaf of each part of a result that is like an argument, the outermost parts only."""
-    todo = [(tree, 0)]
-    while todo:
-        part, first = todo.pop()
-        n = part.num_leaves
-        if n < wanted.num_leaves:
-            continue
-        if n == len(wanted_types) and same(part, wanted) and all(map(_alike, types[first : first + n], wanted_types)):
-            yield first
-            continue
-        children = part.children()
-        starts = itertools.accumulate((child.num_leaves for child in children), initial=first)
-        todo += reversed(list(zip(children, starts, strict=False)))
-
-
-def match(
-    tree: Any, types: Sequence[Any], arguments: Sequence[tuple[Any, list[int], str]], avals: Sequence[Any]
-) -> tuple[list[int | None], frozenset[int], list[list[int]]]:
-    """Match a step's result with its arguments of state."""
-    sources: list[int | None] = [None] * tree.num_leaves
-    returned, alike = set[int](), list[list[int]]()
-    left = [(structure, at) for structure, at, _ in arguments if at]
-    while left:
-        # The larger first: a bias is a part of the weights, even if there is an argument like it. Of those with as many
-        # leaves, the one with more nodes: the state of momentum holds a tree like the parameters.
-        structure, at = max(left, key=lambda argument: (len(argument[1]), argument[0].num_nodes))
-        types_of = [avals[i] for i in at]
-        group = [a for a in left if same(a[0], structure) and all(map(_alike, (avals[i] for i in a[1]), types_of))]
-        group = group or [(structure, at)]
-        left = [a for a in left if all(a[1] is not own for _, own in group)]
-        found = [k for k in places(tree, types, structure, types_of) if sources[k] is None]
-        for k, (_, own) in zip(found, itertools.chain(group, itertools.repeat(group[-1])), strict=False):
-            sources[k : k + len(own)] = own
-        if len(found) == len(group) and (len(at) > 1 or types_of[0].shape):
-            returned.update(i for _, own in group for i in own)
-        alike += map(list, zip(*(own for _, own in group), strict=True)) if len(group) > 1 else []
-    return sources, frozenset(returned), alike
-
-
-def _alike(one: Any, other: Any) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
+def _equal(a: Type, b: Type) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
