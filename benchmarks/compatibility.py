@@ -86,7 +86,7 @@ def split() -> Iterator[list[Step]]:
     def place(self: PlacedStep) -> Any:
         closed, found = shipped(self)
         for one in found:
-            examples = any(isinstance(one.ins[i], Split) for i in self.signature.batch)
+            examples = any(isinstance(one.in_forms[i], Split) for i in self.signature.batch)
             repeated = sum(row.share for row in report.rows([one]) if row.what == "repeated")
             steps.append(Step(examples, repeated))
         return closed, found

@@ -57,7 +57,7 @@ def sent(program: ClosedJaxpr, axes: Sequence[Axis], machine: Machine) -> Iterat
     inner = {axis.name for axis in axes if axis.size > 1 and axis.name in (MODEL, SEQUENCE)} if len(axes) > 1 else set()
     together: dict[Any, list[tuple[str, int]]] = {}
     for i, (eqn, within) in enumerate(found for found in walk(program) if moves(found[0])):
-        kind = _KINDS.get(eqn.primitive.name, eqn.primitive.name)
+        kind = kind_of(eqn)
         names = axes_of(eqn, [axis.name for axis in axes])
         groups = tuple(map(tuple, groups_of(eqn) or along(axes, names) or [range(devices)]))
         hidden = not on_cpu and inner.isdisjoint(names)
@@ -84,3 +84,14 @@ def _moved(eqn: JaxprEqn, kind: str, n: int, on_cpu: bool) -> Iterator[tuple[str
         if on_cpu and wire is None and kind == "all-reduce" and jnp.issubdtype(dtype, jnp.floating):
             dtype = jnp.promote_types(dtype, jnp.float32)
         yield str(dtype), elements * dtype.itemsize
+
+
+def kind_of(eqn: JaxprEqn) -> str:
+    """Return the kind of a collective."""
+    return _KINDS.get(eqn.primitive.name, eqn.primitive.name)
+
+
+def whole_bytes(eqn: JaxprEqn, kind: str, devices: int) -> list[int]:
+    """Return for each operand the bytes of the whole value: all devices' parts, or the sum."""
+    of_parts = devices if kind not in ("all-reduce", "reduce-scatter") else 1
+    return [math.prod(v.aval.shape) * v.aval.dtype.itemsize * of_parts for v in eqn.invars]  # pyright: ignore

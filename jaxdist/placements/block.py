@@ -51,7 +51,7 @@ class Node:
             raise
 
     @property
-    def turns(self) -> int:
+    def trip_count(self) -> int:
         """How many times its bodies run; a `while` counts as one."""
         return self.eqn.params["length"] if self.name == "scan" else 1
 

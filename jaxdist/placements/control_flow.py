@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,59 +12,61 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Primitive, primitives
 
 from jaxdist import compat
-from jaxdist.ir.interpreter import CHECKPOINT, CONTROL_FLOW, INLINED, Interpreter, axes_of, bodies
+from jaxdist.ir.fingerprint import moves
+from jaxdist.ir.interpreter import CHECKPOINT, CONTROL_FLOW, INLINED, Interpreter, axes_of, bodies, groups_of, walk
+from jaxdist.ir.wire import kind_of, whole_bytes
 from jaxdist.mesh import AXIS, GROUP, Axis
 from jaxdist.placements.block import Node
 from jaxdist.placements.loops import bound, inside, join, throughout
-from jaxdist.placements.strategy import Placed, Strategy, sliced
+from jaxdist.placements.strategy import Propagation, Sends, Strategy, nbytes, sliced
 from jaxdist.placements.summands import is_zero
 from jaxdist.placements.values import REPLICATED, Partial, Placement, Replicated, Split, form, is_narrow
-from jaxdist.placements.walk import Walk, refuse, settled, special
+from jaxdist.placements.walk import Walk, refuse, resolved, special
 
 
 @special("cond")
 def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
-    given, gives, placed = _branches(walk, node, ins[1:])
-    return Strategy([REPLICATED, *map(form, given)], gives, bound(placed), bodies=placed)
+    given, out_placements, placed = _branches(walk, node, ins[1:])
+    return Strategy([REPLICATED, *map(form, given)], out_placements, bound(placed), bodies=placed)
 
 
 @special(CHECKPOINT)
 def _checkpoint(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
-    given, gives, placed = _branches(walk, node, ins)
+    given, out_placements, placed = _branches(walk, node, ins)
 
     def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
         closed = emitter.body(placed[0])
         jaxpr = compat.with_constants_as_inputs(closed.jaxpr)
         return emitter.bind(node, [*closed.consts, *args], {**node.eqn.params, "jaxpr": jaxpr})
 
-    return Strategy([form(p) for p in given], gives, run, bodies=placed)
+    return Strategy([form(p) for p in given], out_placements, run, bodies=placed)
 
 
 def _branches(
     walk: Walk, node: Node, ins: Sequence[Placement]
-) -> tuple[Sequence[Placement], list[Placement], Sequence[Placed]]:
+) -> tuple[Sequence[Placement], list[Placement], Sequence[Propagation]]:
     """Return the placements of inputs, the shared placements of outputs, and the branches."""
-    infer, loose = walk.infer, walk.added_up(node)
+    infer, may_stay_partial = walk.infer, walk.added_up(node)
     given: Sequence[Placement] = [p if isinstance(p, Partial) else throughout(p) for p in ins]
     blocks = [infer.block(body.closed, node.backward) for body in bodies(node.eqn)]
 
-    def place(given: Sequence[Placement], wants: Any = None) -> list[Placed]:
-        return [infer.place(block, given, wants, loose) for block in blocks]
+    def place(given: Sequence[Placement], wants: Any = None) -> list[Propagation]:
+        return [infer.place(block, given, wants, may_stay_partial) for block in blocks]
 
-    placed: Sequence[Placed] = place(given)
-    summed = {i for one in placed for i in one.summed}
+    placed: Sequence[Propagation] = place(given)
+    summed = {i for one in placed for i in one.reduced_inputs}
     if summed:  # a summand that one branch adds up, though others may not need to
         given = [REPLICATED if i in summed else p for i, p in enumerate(given)]
         placed = place(given)
     given, placed = sliced(given, placed, place)
-    gives: list[Placement] = []
-    for outs in zip(*([one.returned(k) for k in range(len(one.given))] for one in placed), strict=True):
-        joined, *others = [settled(p) for p in outs if not is_zero(p)] or [REPLICATED]
+    out_placements: list[Placement] = []
+    for outs in zip(*([one.returned(k) for k in range(len(one.out_placements))] for one in placed), strict=True):
+        joined, *others = [resolved(p) for p in outs if not is_zero(p)] or [REPLICATED]
         for p in others:
             joined = join(joined, p)
         joined = inside(joined) if not isinstance(joined, Partial) else joined
-        gives.append(Replicated() if isinstance(joined, Replicated) else joined)
-    return given, gives, place(given, [form(p) for p in gives])
+        out_placements.append(Replicated() if isinstance(joined, Replicated) else joined)
+    return given, out_placements, place(given, [form(p) for p in out_placements])
 
 
 # --- code of the user's own for each device
@@ -87,8 +89,8 @@ def _shard_map(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
         both = (GROUP, AXIS) if groups > 1 else (AXIS,)
         return tuple(tuple(one for axis in axes for one in (both if axis == AXIS else (axis,))) for axes in each)
 
-    takes, gives = (tuple(map(names, params[name])) for name in ("in_specs", "out_specs"))
-    return _own_code(walk, node, compat.closed(params["jaxpr"]), takes, gives)
+    in_forms, out_placements = (tuple(map(names, params[name])) for name in ("in_specs", "out_specs"))
+    return _own_code(walk, node, compat.closed(params["jaxpr"]), in_forms, out_placements)
 
 
 @special("jaxdist_own_code")
@@ -136,11 +138,28 @@ def _own_code(walk: Walk, node: Node, body: ClosedJaxpr, ins: Sequence[Cuts], ou
             return _Untyped([axis.name for axis in mesh]).run(body, *args)
         return own_code_p.bind(*args, body=body, ins=tuple(ins), outs=tuple(outs), axes=after)
 
-    takes, gives = (
+    in_forms, out_placements = (
         [placement(i, cuts) for i, cuts in zip(values, of, strict=True)]
         for values, of in ((node.ins, ins), (node.outs, outs))
     )
-    return Strategy(list(map(form, takes)), gives, run, exchanges=True)
+    return Strategy(list(map(form, in_forms)), out_placements, run, sends=[*_sent_by(body, own, mesh)])
+
+
+def _sent_by(body: ClosedJaxpr, own: Axis, mesh: Sequence[Axis]) -> Iterator[Sends]:
+    """Yield what the user's code sends; a message over several axes belongs to the outermost of them."""
+    sizes = {axis.name: axis.size for axis in mesh}
+    for eqn, within in walk(body):
+        if not moves(eqn):
+            continue
+        names = {
+            name for axis in axes_of(eqn) for name in ((GROUP, AXIS) if axis == AXIS else (axis,)) if name in sizes
+        }
+        if next((name for name in sizes if name in names), None) == own.name:
+            devices = max(map(len, groups_of(eqn) or ())) if groups_of(eqn) else math.prod(sizes[n] for n in names)
+            times = math.prod(outer.params["length"] for outer, _ in within if outer.primitive.name == "scan")
+            kind = kind_of(eqn)
+            for size in whole_bytes(eqn, kind, devices):
+                yield Sends(kind, size, times)
 
 
 _TYPED = {*INLINED, *CONTROL_FLOW}  # primitives whose bodies are typed; a kernel's body is not
@@ -227,7 +246,12 @@ def _callback(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
         return [emitter.from_root(x) for x in results]
 
     why = "a callback runs on the root"
-    return Strategy([REPLICATED] * len(ins), [REPLICATED] * len(outs), run, exchanges=True, why=why)
+    return Strategy([REPLICATED] * len(ins), [REPLICATED] * len(outs), run, sends=_sent_from_root(outs), why=why)
+
+
+def _sent_from_root(avals: Sequence[Any]) -> list[Sends]:
+    """Return what `Emitter.from_root` sends: a sum of one device's bits and zeros."""
+    return [Sends("all-reduce", nbytes(aval)) for aval in avals if aval.size]
 
 
 def _check_types(walk: Walk, node: Node) -> None:
@@ -241,4 +265,5 @@ def _check_types(walk: Walk, node: Node) -> None:
 def _rng_uniform(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     """Let the root draw; otherwise each device would draw different numbers."""
     run = lambda emitter, node, xs: [emitter.from_root(x) for x in emitter.bind(node, xs)]
-    return Strategy([REPLICATED] * len(ins), [REPLICATED] * len(node.outs), run, exchanges=True)
+    sends = _sent_from_root([walk.block.avals[o] for o in node.outs])
+    return Strategy([REPLICATED] * len(ins), [REPLICATED] * len(node.outs), run, sends=sends)

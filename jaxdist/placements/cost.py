@@ -10,7 +10,7 @@ import numpy as np
 from jaxdist.ir.operations import CONTRACTION, is_elementwise
 from jaxdist.machine import Machine
 from jaxdist.placements.block import Block, Node
-from jaxdist.placements.strategy import Placed, Strategy, nbytes
+from jaxdist.placements.strategy import Propagation, Strategy
 from jaxdist.placements.values import Split, local_shape
 
 # FLOPs for a matrix, divided by both dimensions and the smaller one (Golub and Van Loan, *Matrix Computations*).
@@ -20,22 +20,16 @@ _FACTORIZATION = {
 }  # fmt: skip
 
 
-def cost(placed: Placed, infer: Any, examples: int = 1, memory: bool = True) -> float:
+def cost(placed: Propagation, infer: Any, examples: int = 1, memory: bool = True) -> float:
     """Estimate a device's seconds for a placed step: computing, sending, and waiting for messages."""
     link, taken = infer.link, seconds(placed, infer.machine, memory) / examples
-    for move, times in placed.moves:
-        if not move.again:
-            taken += times * link.seconds(move.kind, move.bytes) / (1 if move.stored else examples)
-            taken += times * (link.stall if move.waited_for else link.latency)
-    for one, times in placed.blocks():
-        for node, strategy in zip(one.block.nodes, one.strategies, strict=True):
-            if strategy.exchanges:  # counts as a sum of its results
-                size = sum(nbytes(one.block.avals[o]) for o in node.outs)
-                taken += times * (link.seconds("all-reduce", size) / examples + link.stall)
+    for message, times in placed.sent():
+        taken += times * link.seconds(message.kind, message.bytes) / (1 if message.of_state else examples)
+        taken += times * (link.stall if message.waited_for else link.latency)
     return taken
 
 
-def seconds(placed: Placed, machine: Machine, memory: bool = True) -> float:
+def seconds(placed: Propagation, machine: Machine, memory: bool = True) -> float:
     """Estimate the seconds that a device computes, without communication."""
     total = 0.0
     for one, times in placed.blocks():
@@ -54,7 +48,7 @@ def seconds_of(block: Block, node: Node, strategy: Strategy, machine: Machine, m
     itemsize = 8 if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize
     if node.name not in CONTRACTION and node.name not in _FACTORIZATION:  # results count, once per fused loop
         return 0.0 if not memory or _is_in_a_loop(block, node) else machine.seconds(0, cost * itemsize)
-    touched = zip((*node.ins, *node.outs), (*strategy.takes, *strategy.gives), strict=True)
+    touched = zip((*node.ins, *node.outs), (*strategy.in_forms, *strategy.out_placements), strict=True)
     entries = sum(math.prod(local_shape(block.avals[i].shape, p)) for i, p in touched)
     return machine.seconds(cost, entries * itemsize if memory else 0, dtype)
 
@@ -87,19 +81,19 @@ def descend(
 
 def flops(block: Block, node: Node, strategy: Strategy) -> int:
     """Count a device's FLOPs: one per entry, but for contractions and factorizations."""
-    takes, gives = strategy.takes, strategy.gives
-    sizes = [math.prod(local_shape(block.avals[o].shape, p)) for o, p in zip(node.outs, gives, strict=True)]
+    in_forms, out_placements = strategy.in_forms, strategy.out_placements
+    sizes = [math.prod(local_shape(block.avals[o].shape, p)) for o, p in zip(node.outs, out_placements, strict=True)]
     if node.name == "dot_general":
         (contracted, _), _ = node.eqn.params["dimension_numbers"]
-        own = None if isinstance(gives[0], Split) else takes[0]
+        own = None if isinstance(out_placements[0], Split) else in_forms[0]
         shape = local_shape(block.avals[node.ins[0]].shape, own)
         return 2 * sizes[0] * math.prod(shape[d] for d in contracted)
     if node.name == "conv_general_dilated":
-        kernel = local_shape(block.avals[node.ins[1]].shape, takes[1])
+        kernel = local_shape(block.avals[node.ins[1]].shape, in_forms[1])
         out = node.eqn.params["dimension_numbers"].rhs_spec[0]
         return 2 * sizes[0] * math.prod(kernel) // max(kernel[out], 1)
     if node.name in _FACTORIZATION:
-        shape = local_shape(block.avals[node.ins[0]].shape, takes[0])
+        shape = local_shape(block.avals[node.ins[0]].shape, in_forms[0])
         return round(_FACTORIZATION[node.name] * math.prod(shape) * min(shape[-2:]))
     dtypes = [block.avals[o].dtype for o in node.outs]
     return sum(n for n, t in zip(sizes, dtypes, strict=True) if not jax.numpy.issubdtype(t, jax.dtypes.extended))

@@ -18,7 +18,7 @@ from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, reduce_shard_p
 from jaxdist.mesh import NAMES
 from jaxdist.placements.block import Node
 from jaxdist.placements.infer import Infer
-from jaxdist.placements.strategy import Placed
+from jaxdist.placements.strategy import Propagation
 from jaxdist.placements.values import REPLICATED, Form, Partial, Replicated, Split, form, is_narrow, local_shape, wide
 
 
@@ -28,7 +28,7 @@ class Emitter:
     def __init__(
         self,
         infer: Infer,
-        placed: Placed,
+        placed: Propagation,
         compressible: Mapping[int, frozenset[int]] | None = None,
         compress: str | None = None,
         marks: bool = False,
@@ -46,7 +46,7 @@ class Emitter:
         """Return the outputs in their placed forms, given inputs in theirs."""
         for i, value in self.block.known.items():
             self._forms[i][REPLICATED] = value
-        for i, to, x in zip(self.block.inputs, self.placed.ins, xs, strict=True):
+        for i, to, x in zip(self.block.inputs, self.placed.in_forms, xs, strict=True):
             self._forms[i][to] = x
         for node, strategy in zip(self.block.nodes, self.placed.strategies, strict=True):
             self._backward = node.backward
@@ -54,15 +54,15 @@ class Emitter:
                 self._makers[node.outs[0]] = strategy.make, node
                 continue
             with node.named_in_errors():
-                operands = [self.take(i, to or REPLICATED) for i, to in zip(node.ins, strategy.takes, strict=True)]
+                operands = [self.take(i, to or REPLICATED) for i, to in zip(node.ins, strategy.in_forms, strict=True)]
                 assert strategy.run is not None
                 outs = strategy.run(self, node, operands)
             if node.name in SHAPE_ONLY:
                 self._formed[node.outs[0]] = node
-            for i, placement, x in zip(node.outs, strategy.gives, outs, strict=True):
+            for i, placement, x in zip(node.outs, strategy.out_placements, outs, strict=True):
                 whole = isinstance(placement, Split) and placement.whole
                 self._forms[i][REPLICATED if whole else form(placement)] = x
-        return [self.take(i, to) for i, to in zip(self.block.outputs, self.placed.outs, strict=True)]
+        return [self.take(i, to) for i, to in zip(self.block.outputs, self.placed.out_forms, strict=True)]
 
     def bind(self, node: Node, xs: Sequence[Any], params: Mapping[str, Any] | None = None) -> Sequence[Any]:
         """Bind the operation without its shardings, which name other meshes."""
@@ -85,8 +85,13 @@ class Emitter:
             forms[to] = make(self, node, to)
             return forms[to]
         key: Any = to
-        placement = self.placed.at[i]
-        if isinstance(placement, Split) and placement.stored and isinstance(to, Replicated) and REPLICATED not in forms:
+        placement = self.placed.placements[i]
+        if (
+            isinstance(placement, Split)
+            and placement.of_state
+            and isinstance(to, Replicated)
+            and REPLICATED not in forms
+        ):
             # Gathered for the forward pass and again for the backward pass; not kept in between.
             key = to, self._backward
             if key in forms:
@@ -125,7 +130,7 @@ class Emitter:
         aval = self.block.avals[i]
         if not aval.size:
             return jnp.zeros(aval.shape, aval.dtype)
-        axes = tuple(one.name for one in self.infer.axes if one.name in (*summand.owed, self.axis))
+        axes = tuple(one.name for one in self.infer.axes if one.name in (*summand.unreduced_axes, self.axis))
         x, back = _summed(jnp.asarray(x), summand, aval.dtype)
         return back(all_reduce_p.bind(x, axes=axes, wire=self._wire(i, aval.dtype)))
 
@@ -137,8 +142,8 @@ class Emitter:
             return jnp.zeros(to.shape(aval.shape), aval.dtype)
         x, back = _summed(jnp.asarray(x), summand, aval.dtype)
         part = reduce_shard_p.bind(x, axes=(self.axis,), wire=wire, dim=to.dim, devices=self.n)
-        if summand.owed:
-            part = all_reduce_p.bind(part, axes=summand.owed, wire=wire)
+        if summand.unreduced_axes:
+            part = all_reduce_p.bind(part, axes=summand.unreduced_axes, wire=wire)
         return back(part)
 
     def _turned(self, i: int) -> Sequence[int]:
@@ -242,7 +247,7 @@ class Emitter:
 
     # --- bodies
 
-    def body(self, placed: Placed) -> ClosedJaxpr:
+    def body(self, placed: Propagation) -> ClosedJaxpr:
         """Return the program of a placed body, to bind control flow to."""
         inner = Emitter(self.infer, placed, self._compressible, self._compress, self.marks)
         return inner.program(local_types(placed))
@@ -265,10 +270,10 @@ class Emitter:
 _JOINS = {"max": lax.max, "min": lax.min, "and": lax.bitwise_and, "or": lax.bitwise_or}
 
 
-def local_types(placed: Placed) -> list[Any]:
+def local_types(placed: Propagation) -> list[Any]:
     """Return the types that one device holds for a block's inputs."""
     found: list[Any] = []
-    for aval, to in zip((placed.block.avals[i] for i in placed.block.inputs), placed.ins, strict=True):
+    for aval, to in zip((placed.block.avals[i] for i in placed.block.inputs), placed.in_forms, strict=True):
         dtype = wide(aval.dtype) if isinstance(to, Partial) else aval.dtype
         weak = aval.weak_type and dtype == aval.dtype
         found.append(jax.ShapeDtypeStruct(local_shape(aval.shape, to), dtype, weak_type=weak))
@@ -295,14 +300,14 @@ def _raw(x: Any) -> tuple[Any, Callable[[Any], Any]]:
 # alone. A statistic of the batch (BatchNorm's, a normalizer's) also leads to values split over it.
 
 
-def compressible(placed: Placed, sources: Sequence[int | None]) -> dict[int, frozenset[int]]:
+def compressible(placed: Propagation, sources: Sequence[int | None]) -> dict[int, frozenset[int]]:
     """Return the values of each placed block (by its id) that may be sent compressed."""
     found: dict[int, frozenset[int]] = {}
     _walk(placed, [source is not None for source in sources], found)
     return found
 
 
-def _walk(placed: Placed, ends: Sequence[bool], found: dict[int, frozenset[int]]) -> list[tuple[bool, bool]]:
+def _walk(placed: Propagation, ends: Sequence[bool], found: dict[int, frozenset[int]]) -> list[tuple[bool, bool]]:
     """Return for each input: does it lead to a next state, does a batch value depend on it."""
     block = placed.block
     leads, follows = [False] * len(block.avals), [False] * len(block.avals)
@@ -310,20 +315,20 @@ def _walk(placed: Placed, ends: Sequence[bool], found: dict[int, frozenset[int]]
         leads[i] |= ends_well
     for node, strategy in zip(reversed(block.nodes), reversed(placed.strategies), strict=True):
         lead = any(leads[o] for o in node.outs)
-        given = zip(node.outs, strategy.gives, strict=True)
-        batch = any(follows[o] or (isinstance(p, Split) and not p.stored) for o, p in given)
+        given = zip(node.outs, strategy.out_placements, strict=True)
+        batch = any(follows[o] or (isinstance(p, Split) and not p.of_state) for o, p in given)
         for body in strategy.bodies:
             count = len(body.block.outputs)  # a loop's condition makes none of the results
             ends = [leads[o] and not follows[o] for o in node.outs] if count == len(node.outs) else [False] * count
             inner = _walk(body, ends, found)
-            batch = batch or any(b for (_, b), p in zip(inner, body.ins, strict=True) if not isinstance(p, Split))
+            batch = batch or any(b for (_, b), p in zip(inner, body.in_forms, strict=True) if not isinstance(p, Split))
         for i in node.ins:
             leads[i] |= lead
             follows[i] |= batch
     good = frozenset(
         o
         for node, strategy in zip(block.nodes, placed.strategies, strict=True)
-        for o, p in zip(node.outs, strategy.gives, strict=True)
+        for o, p in zip(node.outs, strategy.out_placements, strict=True)
         if isinstance(p, Partial) and p.gradient and leads[o] and not follows[o]
         and block.avals[o].ndim and jnp.issubdtype(block.avals[o].dtype, jnp.floating)
     )  # fmt: skip

@@ -3,6 +3,7 @@
 Nothing is traced. Every rank infers the same: nothing depends on the order of a set or on an address.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,8 +18,8 @@ from jaxdist.placements.block import Block, Node, flatten
 from jaxdist.placements.marks import marked
 from jaxdist.placements.options import best
 from jaxdist.placements.owners import with_owners
-from jaxdist.placements.strategy import Placed, nbytes
-from jaxdist.placements.values import Form, Partial, Placement, Split, form, tile
+from jaxdist.placements.strategy import Propagation, itemsize, nbytes
+from jaxdist.placements.values import Form, Partial, Placement, Split, form, tile, wide
 
 
 class Infer:
@@ -41,7 +42,7 @@ class Infer:
         self.choose = choose if not after else lambda shape: None
         self._choose, self._level, self.machine, self.link = choose, level, machine, machine.link(axis)
         self._blocks: dict[tuple[int, bool], tuple[Any, Block]] = {}
-        self._placed: dict[Any, Placed] = {}
+        self._placed: dict[Any, Propagation] = {}
         self._wanted: dict[Block, dict[int, int]] = {}
 
     def over(self, mesh: Sequence[Axis], k: int) -> "Infer":
@@ -60,14 +61,14 @@ class Infer:
         block: Block,
         ins: Sequence[Placement],
         wants: Sequence[Form | None] | None = None,
-        loose: frozenset[int] = frozenset(),
-    ) -> Placed:
+        may_stay_partial: frozenset[int] = frozenset(),
+    ) -> Propagation:
         """Settle the placements of a block."""
-        key: Any = block, tuple(ins), loose
+        key: Any = block, tuple(ins), may_stay_partial
         if key not in self._placed:
-            placed = best(self, block, ins, loose)
+            placed = best(self, block, ins, may_stay_partial)
             if self._may_own and (owned := with_owners(self, placed)) is not None:
-                placed = replace(best(self, owned, ins, loose), matrices=placed.matrices)
+                placed = replace(best(self, owned, ins, may_stay_partial), matrices=placed.matrices)
             self._placed[key] = placed
         if wants is None:
             return self._placed[key]
@@ -93,15 +94,15 @@ class Infer:
 
     def shard(self, dim: int, size: int) -> Split:
         """Return the slices of a marked value along a dimension."""
-        return tile(dim, size, self.devices, stored=True)
+        return tile(dim, size, self.devices, of_state=True)
 
     # --- the cost of changing a form
 
-    def move(self, placement: Placement, to: Form, aval: Any) -> str:
+    def reshard(self, placement: Placement, to: Form, aval: Any) -> str:
         """Return the collective that brings a value into a form, or "" if none is needed."""
         if isinstance(placement, Partial):
             if isinstance(to, Partial):
-                return "" if to.owed == placement.owed else "all-reduce"
+                return "" if to.unreduced_axes == placement.unreduced_axes else "all-reduce"
             scattered = isinstance(to, Split) and self.slices(placement, to, aval)
             return "reduce-scatter" if scattered else "all-reduce"
         if isinstance(placement, Split) and not placement.whole and form(placement) != to:
@@ -112,8 +113,17 @@ class Infer:
 
     def sent(self, placement: Placement, to: Form, aval: Any) -> float:
         """Return the bytes that a device sends to bring a value into a form."""
-        kind = self.move(placement, to, aval)
+        kind = self.reshard(placement, to, aval)
         return self.link.sent(kind, nbytes(aval)) if kind else 0
+
+    def bytes_sent(self, placement: Placement, to: Form, aval: Any) -> int:
+        """Return the bytes of a whole value as it is resharded: with padding, in the type in which it is added."""
+        split = to if isinstance(placement, Partial) else placement
+        shape = list(aval.shape)
+        if isinstance(split, Split):
+            shape[split.dim] = split.rows * self.devices
+        adds = isinstance(placement, Partial) and not placement.bits
+        return math.prod(shape) * itemsize(wide(aval.dtype) if adds else aval.dtype)
 
     def slices(self, own: Split | Partial, to: Split, aval: Any) -> bool:
         """Check whether one collective makes the slices: a reduce-scatter, or an all-to-all from another dimension."""

@@ -93,7 +93,7 @@ class Layout:
         """Return the leaf of a physical array."""
         return x if self.is_plain else _trimmed(x, self.cuts)
 
-    def placements(self, shape: Sequence[int], axes: Sequence[Axis], stored: bool = True) -> list[Placement]:
+    def placements(self, shape: Sequence[int], axes: Sequence[Axis], of_state: bool = True) -> list[Placement]:
         """Return a leaf's placement in each pass; `axes` are in the order of the passes."""
         found: list[Placement] = [REPLICATED] * len(axes)
         sizes = list(shape)
@@ -104,7 +104,7 @@ class Layout:
             along = [k for k, axis in enumerate(axes) if axis.name in names]
             if axes[along[-1]].size == cut.parts:  # each group has the whole leaf
                 along = along[-1:]
-            slices = tiles(cut.dim, sizes[cut.dim], [axes[k].size for k in along], stored)
+            slices = tiles(cut.dim, sizes[cut.dim], [axes[k].size for k in along], of_state)
             for k, one in zip(along, slices, strict=True):
                 found[k] = one
             sizes[cut.dim] = slices[-1].chunk

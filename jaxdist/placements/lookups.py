@@ -34,7 +34,7 @@ def _look_up(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
         return None
     assert isinstance(rows, Split)
     if 2 * nbytes(out) >= nbytes(walk.block.avals[node.ins[0]]):  # to gather it is less
-        return Strategy([REPLICATED] * 2, [REPLICATED], run_as_is) if rows.stored else None
+        return Strategy([REPLICATED] * 2, [REPLICATED], run_as_is) if rows.of_state else None
     shape = walk.block.shapes(node.ins)[0]
     last = [shape[d] - params["slice_sizes"][d] for d in numbers.start_index_map]
     fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP  # else XLA takes the nearest
@@ -88,14 +88,14 @@ def _change(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None
         return None
     assert isinstance(rows, Split)
     run = lambda emitter, node, xs: [change(emitter, node, xs, rows, column)]
-    return Strategy([form(rows), REPLICATED, REPLICATED], [replace(form(rows), stored=rows.stored)], run)
+    return Strategy([form(rows), REPLICATED, REPLICATED], [replace(form(rows), of_state=rows.of_state)], run)
 
 
 def _column(
     walk: Walk, rows: Any, others: Sequence[Placement], mapped: Sequence[int], single: Sequence[int]
 ) -> int | None:
     """Return the column of indices that selects split rows, if every device has all else."""
-    if not isinstance(rows, Split) or rows.outer > 1 or rows.whole or (rows.is_padded(walk.n) and not rows.stored):
+    if not isinstance(rows, Split) or rows.outer > 1 or rows.whole or (rows.is_padded(walk.n) and not rows.of_state):
         return None
     if rows.dim not in mapped or rows.dim not in single or any(isinstance(p, Split) for p in others):
         return None
@@ -190,7 +190,12 @@ def _counts(walk: Walk, i: int) -> int | None:
         return _counts(walk, node.ins[0])
     if node.name == "select_n" and len(node.ins) == 3:  # from the end if negative: never
         below = walk.block.makers.get(node.ins[0])
-        if below is None or below.name != "lt" or below.ins[0] != node.ins[1] or not is_zero(walk.at[below.ins[1]]):
+        if (
+            below is None
+            or below.name != "lt"
+            or below.ins[0] != node.ins[1]
+            or not is_zero(walk.placements[below.ins[1]])
+        ):
             return None
         return _counts(walk, node.ins[1])
     if node.name in ("broadcast_in_dim", "reshape") and len(node.ins) == 1:

@@ -13,10 +13,10 @@ from jaxdist.ir.operations import ADDITION, FOR_ITSELF
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.cost import seconds
 from jaxdist.placements.infer import Infer
-from jaxdist.placements.strategy import Placed, Strategy, nbytes, sliced
+from jaxdist.placements.strategy import Propagation, Strategy, nbytes, sliced
 from jaxdist.placements.summands import is_zero
 from jaxdist.placements.values import REPLICATED, Deferred, Partial, Placement, Replicated, Split, form, is_wide, tile
-from jaxdist.placements.walk import Walk, settled, special
+from jaxdist.placements.walk import Walk, resolved, special
 
 _ADDS = ADDITION | CONTROL_FLOW | {"sub", "convert_element_type", "select_n"}
 _MOST_ROUNDS = 12
@@ -26,7 +26,7 @@ def inside(p: Placement) -> Placement:
     """Return the placement of a value inside a body."""
     if isinstance(p, Partial):
         return REPLICATED
-    return replace(p, whole=False, requested=False) if isinstance(p, Split) else settled(p)
+    return replace(p, whole=False, requested=False) if isinstance(p, Split) else resolved(p)
 
 
 def throughout(p: Placement) -> Placement:
@@ -39,13 +39,17 @@ def join(a: Placement, b: Placement) -> Placement:
     if a == b:
         return a
     if isinstance(a, Split):
-        if isinstance(b, Split) and a.stored and not b.stored:
-            return replace(a, stored=False) if form(a) == form(b) else replace(b, whole=False, requested=False)
+        if isinstance(b, Split) and a.of_state and not b.of_state:
+            return replace(a, of_state=False) if form(a) == form(b) else replace(b, whole=False, requested=False)
         return a
     if isinstance(b, Split):
         return replace(b, whole=False, requested=False)
     if isinstance(a, Partial) and isinstance(b, Partial):
-        return Partial(a.gradient and b.gradient, owed=a.owed) if a.owed == b.owed else REPLICATED
+        return (
+            Partial(a.gradient and b.gradient, unreduced_axes=a.unreduced_axes)
+            if a.unreduced_axes == b.unreduced_axes
+            else REPLICATED
+        )
     return REPLICATED
 
 
@@ -53,9 +57,9 @@ def _carried(
     block: Block,
     init: Sequence[Placement],
     first: int,
-    place: Callable[[Sequence[Placement]], Placed],
+    place: Callable[[Sequence[Placement]], Propagation],
     watch: Callable[[Sequence[Placement]], Collection[int]] = lambda _: (),
-) -> tuple[Sequence[Placement], Placed]:
+) -> tuple[Sequence[Placement], Propagation]:
     """Settle a loop's carries, so that a turn keeps them, and place its body; `watch` returns carries used outside."""
     consumers = {i: node.name for node in block.nodes for i in node.ins}
     at: list[Placement] = []
@@ -66,8 +70,8 @@ def _carried(
         at.append(start if adds and not isinstance(p, Split) else inside(p))
     for _ in range(_MOST_ROUNDS):
         placed = place(at)
-        needed = {*watch(at), *(k - first for k in placed.summed)}
-        new = [_after(a, b, k in needed) for k, (a, b) in enumerate(zip(at, placed.given, strict=False))]
+        needed = {*watch(at), *(k - first for k in placed.reduced_inputs)}
+        new = [_after(a, b, k in needed) for k, (a, b) in enumerate(zip(at, placed.out_placements, strict=False))]
         if new == at:
             return at, placed
         at = new
@@ -79,12 +83,12 @@ def _after(a: Placement, b: Placement, needed: bool) -> Placement:
     """Return the placement that the next turn takes, if this one took `a` and returned `b`."""
     if not isinstance(a, Partial):
         return join(a, inside(b))
-    if needed or not isinstance(b, Partial) or not b.made or b.owed:
+    if needed or not isinstance(b, Partial) or not b.made or b.unreduced_axes:
         return inside(b) if isinstance(b, Split) else REPLICATED
     return Partial(b.gradient, made=False)
 
 
-def bound(placed: Sequence[Placed]) -> Callable[..., Sequence[Any]]:
+def bound(placed: Sequence[Propagation]) -> Callable[..., Sequence[Any]]:
     """Return a function that runs control flow with placed bodies."""
 
     def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
@@ -94,7 +98,7 @@ def bound(placed: Sequence[Placed]) -> Callable[..., Sequence[Any]]:
     return run
 
 
-def _loose(carry: Sequence[Placement]) -> frozenset[int]:
+def _partial_carries(carry: Sequence[Placement]) -> frozenset[int]:
     return frozenset(k for k, p in enumerate(carry) if isinstance(p, Partial))
 
 
@@ -109,37 +113,37 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     (body,) = bodies(node.eqn)
     first, rest = body.carry.start, body.carry.stop
     block = infer.block(body.closed, node.backward)
-    over_batch = any(isinstance(p, Split) and p.dim == 0 and not p.stored for p in ins[rest:])
+    over_batch = any(isinstance(p, Split) and p.dim == 0 and not p.of_state for p in ins[rest:])
     if over_batch and (strategy := _own_turns(walk, node, ins, block, first, rest)):
         return strategy
     later = walk.added_up(node).intersection(body.ys)
     consts: Sequence[Placement] = [throughout(p) for p in ins[:first]]
     xs = [_unscanned(infer, inside(p), walk.block.avals[i]) for p, i in zip(ins[rest:], node.ins[rest:], strict=True)]
 
-    def place(consts: Any, carry: Any, xs: Any, wants: Any = None) -> Placed:
+    def place(consts: Any, carry: Any, xs: Any, wants: Any = None) -> Propagation:
         inner = [replace(p, dim=p.dim - 1) if isinstance(p, Split) else REPLICATED for p in xs]
-        return infer.place(block, [*consts, *carry, *inner], wants, _loose(carry) | later)
+        return infer.place(block, [*consts, *carry, *inner], wants, _partial_carries(carry) | later)
 
-    def settle(xs: Sequence[Placement]) -> tuple[Sequence[Placement], Placed]:
+    def settle(xs: Sequence[Placement]) -> tuple[Sequence[Placement], Propagation]:
         return _carried(block, ins[first:rest], first, lambda carry: place(consts, carry, xs))
 
     carry, placed = settle(xs)
     examples = sum(nbytes(walk.block.avals[i]) for i in node.ins[rest:])
     if over_batch and placed.communicates and _is_little(infer, examples):
         # Little sequential work: one gather of the batch may cost less than a message per turn.
-        gathered = [p if isinstance(p, Split) and p.stored else REPLICATED for p in xs]
+        gathered = [p if isinstance(p, Split) and p.of_state else REPLICATED for p in xs]
         other, whole = settle(gathered)
         if not whole.communicates and seconds(whole, infer.machine) <= infer.link.latency:
             carry, xs, placed = other, gathered, whole
     consts, (placed,) = sliced(consts, [placed], lambda cut: [place(cut, carry, xs)])
-    wants, gives = [form(p) for p in carry], _out(carry)
+    wants, out_placements = [form(p) for p in carry], _out(carry)
     for k in body.ys:
-        p = settled(_stacked(walk, node.outs[k], placed.returned(k), k in later))
+        p = resolved(_stacked(walk, node.outs[k], placed.returned(k), k in later))
         wants.append(form(p))
         outer = replace(p, dim=p.dim + 1, whole=False, requested=False) if isinstance(p, Split) else p
-        gives.append(Replicated() if isinstance(outer, Replicated) else outer)
+        out_placements.append(Replicated() if isinstance(outer, Replicated) else outer)
     placed = place(consts, carry, xs, wants)
-    return Strategy([form(p) for p in (*consts, *carry, *xs)], gives, bound([placed]), bodies=[placed])
+    return Strategy([form(p) for p in (*consts, *carry, *xs)], out_placements, bound([placed]), bodies=[placed])
 
 
 def _stacked(walk: Walk, o: int, p: Placement, later: bool) -> Placement:
@@ -164,7 +168,7 @@ def _unscanned(infer: Infer, p: Placement, aval: Any) -> Placement:
     parts = infer.devices
     dims = [d for d in range(1, len(aval.shape)) if aval.shape[d] >= parts]
     dims.sort(key=lambda d: aval.shape[d] % parts > 0)  # the first that the devices divide, else the first
-    return tile(dims[0], aval.shape[dims[0]], parts, p.stored) if dims else REPLICATED
+    return tile(dims[0], aval.shape[dims[0]], parts, p.of_state) if dims else REPLICATED
 
 
 def _own_turns(
@@ -180,7 +184,7 @@ def _own_turns(
             return None
         if block.uses[i] != 1 or block.uses[o] != 1 or not is_wide(block.avals[i].dtype):
             return None
-    split = next(p for p in ins[rest:] if isinstance(p, Split) and p.dim == 0 and not p.stored)
+    split = next(p for p in ins[rest:] if isinstance(p, Split) and p.dim == 0 and not p.of_state)
     if split.outer > 1 and carried and split.is_padded(walk.n):
         return None
     to = form(split)
@@ -205,10 +209,10 @@ def _own_turns(
         carry, ys = lax.scan(turn, tuple(carry), (tuple(xs), counts), length=split.rows, **settings)
         return [*carry, *ys]
 
-    takes = [*[REPLICATED] * first, *[Partial()] * count, *[to] * (len(ins) - rest)]
-    gives: list[Placement] = [Partial(gradient=node.backward)] * count
-    gives += [replace(split, whole=False)] * (len(node.outs) - count)
-    return Strategy(takes, gives, run)
+    in_forms = [*[REPLICATED] * first, *[Partial()] * count, *[to] * (len(ins) - rest)]
+    out_placements: list[Placement] = [Partial(gradient=node.backward)] * count
+    out_placements += [replace(split, whole=False)] * (len(node.outs) - count)
+    return Strategy(in_forms, out_placements, run)
 
 
 @special("while")
@@ -220,21 +224,21 @@ def _while(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     if cond.avals[cond.outputs[0]].shape:
         return _batched_while(walk, node, ins, cond_consts, consts, cond, body)
 
-    def again(carry: Sequence[Placement]) -> Placed:
+    def again(carry: Sequence[Placement]) -> Propagation:
         return infer.place(cond, [*cond_consts, *carry], [REPLICATED])
 
-    def turn(consts: Sequence[Placement], carry: Sequence[Placement], wants: Any = None) -> Placed:
-        return infer.place(body, [*consts, *carry], wants, _loose(carry))
+    def turn(consts: Sequence[Placement], carry: Sequence[Placement], wants: Any = None) -> Propagation:
+        return infer.place(body, [*consts, *carry], wants, _partial_carries(carry))
 
     def needed(carry: Sequence[Placement]) -> list[int]:
-        return [i - test.carry.start for i in again(carry).summed]
+        return [i - test.carry.start for i in again(carry).reduced_inputs]
 
     start = loop.split(ins)[1]
     carry, placed = _carried(body, start, loop.carry.start, lambda carry: turn(consts, carry), needed)
     consts, _ = sliced(consts, [placed], lambda cut: [turn(cut, carry)])
     found = again(carry), turn(consts, carry, [form(p) for p in carry])
-    takes = [form(p) for p in (*cond_consts, *consts, *carry)]
-    return Strategy(takes, _out(carry), bound(found), bodies=found)
+    in_forms = [form(p) for p in (*cond_consts, *consts, *carry)]
+    return Strategy(in_forms, _out(carry), bound(found), bodies=found)
 
 
 def _batched_while(
@@ -253,8 +257,8 @@ def _batched_while(
     def place(to: Placement, first: Sequence[Placement], rest: Sequence[Placement]) -> Strategy:
         carry = [form(to)] * len(avals)
         placed = infer.place(cond, [*first, *carry], carry[:1]), infer.place(body, [*rest, *carry], carry)
-        takes = [*map(form, (*first, *rest)), *carry]
-        return Strategy(takes, [to] * len(avals), bound(placed), bodies=placed)
+        in_forms = [*map(form, (*first, *rest)), *carry]
+        return Strategy(in_forms, [to] * len(avals), bound(placed), bodies=placed)
 
     split = next((p for p in (*cond_consts, *consts, *ins) if isinstance(p, Split) and p.dim < rank), None)
     if split is not None and all(a.shape[split.dim] == split.outer * split.size for a in avals):
@@ -264,7 +268,7 @@ def _batched_while(
     return place(REPLICATED, [REPLICATED] * len(cond_consts), [REPLICATED] * len(consts))
 
 
-def _is_local(infer: Infer, placed: Placed) -> bool:
+def _is_local(infer: Infer, placed: Propagation) -> bool:
     """Check whether a device runs a block without communication."""
-    outs = zip(placed.block.outputs, placed.given, placed.outs, strict=True)
-    return not placed.communicates and not any(infer.move(p, to, placed.block.avals[i]) for i, p, to in outs)
+    outs = zip(placed.block.outputs, placed.out_placements, placed.out_forms, strict=True)
+    return not placed.communicates and not any(infer.reshard(p, to, placed.block.avals[i]) for i, p, to in outs)

@@ -148,12 +148,12 @@ def marked(infer: Any, block: Block) -> dict[int, int]:
 
 def used_in_slices(walk: Any) -> dict[int, Split]:
     """Find summands of which each device uses one slice, like the gradient of a gathered value, and the slices."""
-    block, at = walk.block, walk.at
+    block, at = walk.block, walk.placements
     taken: dict[int, set[Form]] = {i: {REPLICATED} for i in block.outputs}
     found: dict[int, Split] = {}
     for node, strategy in zip(reversed(block.nodes), reversed(walk.placed.strategies), strict=True):
-        takes = [to or REPLICATED for to in strategy.takes]
-        for i, given in zip(node.outs, strategy.gives, strict=True):
+        in_forms = [to or REPLICATED for to in strategy.in_forms]
+        for i, given in zip(node.outs, strategy.out_placements, strict=True):
             if isinstance(given, Partial) and (to := _slice(taken.get(i))) and to.is_tile(walk.n):
                 found[i] = to
         # Work that is repeated on the way can be cut too.
@@ -162,8 +162,8 @@ def used_in_slices(walk: Any) -> dict[int, Split]:
         described = walk.block.factors(node) if to else None
         factor = described.results[0][to.dim] if described and to else None
         if described and to and factor is not None:
-            takes = [to.at(dims.index(factor)) if factor in dims else REPLICATED for dims in described.operands]
-        for i, form_ in zip(node.ins, takes, strict=True):
+            in_forms = [to.along(dims.index(factor)) if factor in dims else REPLICATED for dims in described.operands]
+        for i, form_ in zip(node.ins, in_forms, strict=True):
             taken.setdefault(i, set()).add(form_)
     return found
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxdist.ir.interpreter import has_effect
 from jaxdist.ir.operations import CONTRACTION, FOR_ITSELF, LINEAR, is_elementwise
 from jaxdist.placements.block import Block, Classes, Node
-from jaxdist.placements.strategy import Placed, Strategy, nbytes
+from jaxdist.placements.strategy import Propagation, Strategy, nbytes
 from jaxdist.placements.values import Partial, Placement, Replicated, Split
 
 
@@ -41,29 +41,33 @@ def is_whole_work(node: Node, strategy: Strategy, at: Sequence[Placement], moved
         return any(body.matrices for body in strategy.bodies)
     if node.name in CONTRACTION:
         out: Any = node.eqn.outvars[0].aval
-        summed = isinstance(strategy.gives[0], Partial) and out.ndim > 1
+        summed = isinstance(strategy.out_placements[0], Partial) and out.ndim > 1
         return moved[id(node)] > 0 or summed
     in_slices = any(isinstance(at[i], Split) for i in node.ins)
     return bool(strategy.why) and in_slices and not (node.name in LINEAR or is_elementwise(node.eqn.primitive))
 
 
-def bytes_moved(placed: Placed) -> Counter[int]:
+def bytes_moved(placed: Propagation) -> Counter[int]:
     """Return the bytes moved for each node (by its id), without those in bodies."""
     moved: Counter[int] = Counter()
-    for move in placed.own:
-        moved[id(move.node)] += move.bytes
+    for message in placed.messages:
+        if message.reshards:
+            moved[id(message.node)] += message.bytes
     return moved
 
 
-def bytes_sent(placed: Placed, component: Component) -> int:
+def bytes_sent(placed: Propagation, component: Component) -> int:
     """Return the bytes sent to the owner of a component and back: sliced inputs, and outputs."""
-    sliced = [i for i in component.ins if isinstance(placed.at[i], Split)]
+    sliced = [i for i in component.ins if isinstance(placed.placements[i], Split)]
     return sum(nbytes(placed.block.avals[i]) for i in (*sliced, *component.outs))
 
 
-def components(infer: Any, placed: Placed, moved: Counter[int]) -> list[Component]:
+def components(infer: Any, placed: Propagation, moved: Counter[int]) -> list[Component]:
     """Find components. Control flow is one operation, unless more are inside than around it."""
-    whole = [is_whole_work(n, s, placed.at, moved) for n, s in zip(placed.block.nodes, placed.strategies, strict=True)]
+    whole = [
+        is_whole_work(n, s, placed.placements, moved)
+        for n, s in zip(placed.block.nodes, placed.strategies, strict=True)
+    ]
     if not any(whole):
         return []
     most = max((body.matrices for strategy in placed.strategies for body in strategy.bodies), default=0)
@@ -83,7 +87,7 @@ class _Finder:
     # A value has a stage and, if it depends on whole-matrix work of that stage, a component. An
     # operation that no component may contain ends a stage; the rest waits for it.
 
-    def __init__(self, infer: Any, placed: Placed, moved: Counter[int], whole: Sequence[bool], most: int):
+    def __init__(self, infer: Any, placed: Propagation, moved: Counter[int], whole: Sequence[bool], most: int):
         self._most, self._whole = most, whole
         self.infer, self.placed, self.block = infer, placed, placed.block
         self._moved = [moved[id(node)] for node in self.block.nodes]
@@ -94,7 +98,7 @@ class _Finder:
         self._stage, self._component = [0] * count, [-1] * count
         self._of_batch = [False] * count
         for i in self.block.inputs:
-            self._of_batch[i] = _is_of_batch(placed.at[i]) or isinstance(placed.at[i], Partial)
+            self._of_batch[i] = _is_of_batch(placed.placements[i]) or isinstance(placed.placements[i], Partial)
         self._at: list[_Key] = []  # stage and component of each operation
         self._alone: list[bool] = []  # whether one device may do it
         for node, strategy, is_whole in zip(self.block.nodes, placed.strategies, whole, strict=True):
@@ -103,7 +107,7 @@ class _Finder:
     def _enter(self, node: Node, strategy: Strategy, is_whole: bool) -> None:
         of_batch = any(self._of_batch[i] for i in node.ins)
         for o in node.outs:
-            p = self.placed.at[o]
+            p = self.placed.placements[o]
             self._of_batch[o] = _is_of_batch(p) or (of_batch and isinstance(p, Partial))
         stage = max((self._stage[i] for i in node.ins), default=0)
         joined = {i: self._joined.of(self._component[i]) for i in node.ins
@@ -126,7 +130,7 @@ class _Finder:
 
     def _takes_all(self, k: int) -> bool:
         """Check whether an operation would gather returned slices, as picks from a sorted array do."""
-        at, avals, node = self.placed.at, self.block.avals, self.block.nodes[k]
+        at, avals, node = self.placed.placements, self.block.avals, self.block.nodes[k]
         there = any(self._component[i] >= 0 and isinstance(at[i], Replicated) for i in node.ins
                     if self.infer.choose(avals[i].shape) is not None)  # fmt: skip
         gathers = node.name in CONTRACTION or all(isinstance(at[o], Replicated) for o in node.outs)
@@ -173,11 +177,11 @@ class _Finder:
                 taken += node.ins
 
     def _bytes(self, i: int) -> int:
-        return nbytes(self.block.avals[i]) if isinstance(self.placed.at[i], Split) else 0
+        return nbytes(self.block.avals[i]) if isinstance(self.placed.placements[i], Split) else 0
 
 
 def _is_of_batch(p: Placement) -> bool:
-    return isinstance(p, Split) and not p.stored
+    return isinstance(p, Split) and not p.of_state
 
 
 def _is_pure(node: Node, strategy: Strategy, most: int) -> bool:

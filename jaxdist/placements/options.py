@@ -11,7 +11,7 @@ from typing import Any
 from jaxdist.placements.block import TO_A_SUM, Block, Classes, Node
 from jaxdist.placements.cost import cost, descend
 from jaxdist.placements.marks import used_in_slices
-from jaxdist.placements.strategy import Placed
+from jaxdist.placements.strategy import Propagation
 from jaxdist.placements.values import REPLICATED, Partial, Placement
 from jaxdist.placements.walk import Choice, Walk
 
@@ -21,13 +21,15 @@ _SURE = 1 / 5  # extra weight of messages that only a switched option sends; est
 On = frozenset[int]  # the groups of operations that are switched
 
 
-def best(infer: Any, block: Block, ins: Sequence[Placement], loose: frozenset[int] = frozenset()) -> Placed:
+def best(
+    infer: Any, block: Block, ins: Sequence[Placement], may_stay_partial: frozenset[int] = frozenset()
+) -> Propagation:
     """Place a block at the least cost, without owners except in its bodies."""
-    walk = Walk(infer, block, ins, loose)
+    walk = Walk(infer, block, ins, may_stay_partial)
     groups = _groups(walk)
     if not groups:
         return walk.placed
-    usual, known = _messages(walk.placed), dict[On, tuple[float, Placed]]()
+    default, known = _messages(walk.placed), dict[On, tuple[float, Propagation]]()
     most = max(_FEWEST, _OPERATIONS // max(len(block.nodes), 1))
 
     def value(on: On) -> float:
@@ -35,7 +37,7 @@ def best(infer: Any, block: Block, ins: Sequence[Placement], loose: frozenset[in
             if len(known) > most:
                 return float("inf")
             placed = walk.again(_together([groups[k] for k in sorted(on)])).placed if on else walk.placed
-            others = _messages(placed) - usual
+            others = _messages(placed) - default
             unsure = sum(times * infer.link.seconds(*message) for message, times in others.items())
             known[on] = _cost(infer, placed) + _SURE * unsure, placed
         return known[on][0]
@@ -52,32 +54,31 @@ def _together(chosen: Sequence[Choice]) -> Choice:
     )
 
 
-def _cost(infer: Any, placed: Placed) -> float:
+def _cost(infer: Any, placed: Propagation) -> float:
     """Return the cost of a block, including reductions still pending."""
     if placed.block.outermost:
-        wants = [REPLICATED if isinstance(p, Partial) else None for p in placed.given]
+        wants = [REPLICATED if isinstance(p, Partial) else None for p in placed.out_placements]
         placed = placed.returning(infer, wants)
     return cost(placed, infer, memory=False)  # options hardly differ in memory traffic, and caches may absorb it
 
 
-def _messages(placed: Placed) -> Counter[tuple[str, int]]:
+def _messages(placed: Propagation) -> Counter[tuple[str, int]]:
     """Count the messages by kind and bytes."""
     found = Counter[tuple[str, int]]()
-    for move, times in placed.moves:
-        if not move.again:
-            found[move.kind, move.bytes] += times
+    for message, times in placed.sent():
+        found[message.kind, message.bytes] += times
     return found
 
 
 def _groups(walk: Walk) -> list[Choice]:
     """Return the groups of operations that share a weight, a sum or a line, ordered by their first operations."""
     classes = Classes[Hashable]()
-    offers = [(node, one.name) for node, one in walk.offers]
-    for node, name in offers:
+    alternatives = [(node, one.name) for node, one in walk.alternatives]
+    for node, name in alternatives:
         for tie in (*_ties(walk, node), (node.name, node.line, *walk.block.shapes(node.ins))):
             classes.tie((id(node), name), (name, tie))
     groups: dict[Hashable, dict[int, str]] = {}
-    for node, name in offers:
+    for node, name in alternatives:
         groups.setdefault(classes.of((id(node), name)), {})[id(node)] = name
     found = [Choice(names) for names in groups.values()]
     if slices := used_in_slices(walk):

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxdist.communicators import exchange
@@ -15,7 +16,7 @@ from jaxdist.ir.primitives import joined, slices
 from jaxdist.placements.block import Node
 from jaxdist.placements.emit import Emitter
 from jaxdist.placements.owners import Owned, Work, owners_p
-from jaxdist.placements.strategy import Move, Strategy
+from jaxdist.placements.strategy import Sends, Strategy
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, local_shape
 from jaxdist.placements.walk import Walk, special
 
@@ -30,7 +31,7 @@ def _owners(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
         def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
             return Emitter(emitter.infer, placed).run(xs)
 
-        return Strategy(placed.ins, placed.given, run, bodies=[placed])
+        return Strategy(placed.in_forms, placed.out_placements, run, bodies=[placed])
     infer, avals = walk.infer, walk.block.avals
 
     def sliced(i: int) -> Any:
@@ -42,17 +43,22 @@ def _owners(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
             return REPLICATED
         return form(p if p.is_tile(walk.n) else sliced(i))
 
-    takes = [taken(i, p) for i, p in zip(node.ins, ins, strict=True)]
-    gives: list[Placement] = [sliced(o) for o in node.outs]
-    for i, to in [*zip(node.ins, takes, strict=True), *zip(node.outs, gives, strict=True)]:
-        if isinstance(to, Split):
-            walk.placed.own.append(Move(node, "all-to-all", avals[i], stored=True, why=""))
+    in_forms = [taken(i, p) for i, p in zip(node.ins, ins, strict=True)]
+    out_placements: list[Placement] = [sliced(o) for o in node.outs]
     by_owner: dict[int, list[Work]] = {}
-    for one in node.works:
-        by_owner.setdefault(one.owner or 0, []).append(one)
-    busiest = max(by_owner.values(), key=lambda works: sum(one.seconds for one in works))
-    owners = _Run(by_owner, takes, gives, walk.n)
-    return Strategy(takes, gives, owners, bodies=[one.placed for one in busiest], exchanges=True)
+    for work in node.works:
+        by_owner.setdefault(work.owner or 0, []).append(work)
+    busiest = max(by_owner.values(), key=lambda works: sum(work.seconds for work in works))
+    arriving = {i: to for i, to in zip(node.ins, in_forms, strict=True) if isinstance(to, Split)}
+    leaving = dict(zip(node.outs, out_placements, strict=True))
+    sent = {k: list(dict.fromkeys(i for work in works for i in work.component.ins if i in arriving))
+           for k, works in by_owner.items()}  # fmt: skip
+    returned = {k: [o for work in works for o in work.component.outs] for k, works in by_owner.items()}
+    there = _Parcels(sent, {i: (to.shape(avals[i].shape), avals[i].dtype) for i, to in arriving.items()})
+    back = _Parcels(returned, {o: (local_shape(avals[o].shape, to), avals[o].dtype) for o, to in leaving.items()})
+    sends = [Sends("all-to-all", size * walk.n**2, of_state=True) for size in (*there.row_bytes(), *back.row_bytes())]
+    owners = _Run(by_owner, arriving, leaving, there, back, walk.n)
+    return Strategy(in_forms, out_placements, owners, bodies=[work.placed for work in busiest], sends=sends)
 
 
 @dataclass(frozen=True)
@@ -60,40 +66,33 @@ class _Run:
     """Send operands to owners, run the work, and return the results."""
 
     works: dict[int, list[Work]]  # by owner
-    takes: Sequence[Any]  # the form in which each operand arrives
-    gives: Sequence[Any]  # the form in which each result is left
+    arriving: dict[int, Split]  # the slices of each operand that is sent
+    leaving: dict[int, Placement]  # the form in which each result is left
+    there: "_Parcels"
+    back: "_Parcels"
     parts: int  # number of devices that share a matrix
 
     def __call__(self, emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-        avals = emitter.block.avals
-        held = dict(zip(node.ins, xs, strict=True))
-        comes = {i: to for i, to in zip(node.ins, self.takes, strict=True) if isinstance(to, Split)}
-        leaves = dict(zip(node.outs, self.gives, strict=True))
-        ins, outs = {}, {}
-        for k, works in self.works.items():
-            ins[k] = list(dict.fromkeys(i for one in works for i in one.component.ins if i in comes))
-            outs[k] = [o for one in works for o in one.component.outs]
-        there = _Parcels(ins, {i: (to.shape(avals[i].shape), avals[i].dtype) for i, to in comes.items()})
-        back = _Parcels(outs, {o: (local_shape(avals[o].shape, to), avals[o].dtype) for o, to in leaves.items()})
+        held, there, back = dict(zip(node.ins, xs, strict=True)), self.there, self.back
 
-        def work(owner: int, arrived: Parcels) -> Parcels:
+        def run_works(owner: int, arrived: Parcels) -> Parcels:
             values = dict(held)
             for i, parts in there.opened(owner, arrived):
-                values[i] = joined(parts, comes[i].dim, comes[i].size)
+                values[i] = joined(parts, self.arriving[i].dim, self.arriving[i].size)
             rows: dict[int, Any] = {}
-            for one in self.works.get(owner, ()):
-                made = Emitter(emitter.infer, one.placed).run([values[i] for i in one.component.ins])
-                for o, x in zip(one.component.outs, made, strict=True):
-                    to = leaves[o]
+            for work in self.works.get(owner, ()):
+                results = Emitter(emitter.infer, work.placed).run([values[i] for i in work.component.ins])
+                for o, x in zip(work.component.outs, results, strict=True):
+                    to = self.leaving[o]
                     whole = not isinstance(to, Split)
                     rows[o] = jnp.stack([x] * self.parts) if whole else slices(x, to.dim, self.parts)
             return back.closed(owner, rows, self.parts)
 
         owners = sorted(self.works)
         others = [-1] if len(owners) < self.parts else []  # they own nothing, and return zeros
-        branches = [functools.partial(work, k) for k in (*owners, *others)]
+        branches = [functools.partial(run_works, k) for k in (*owners, *others)]
         turn = [owners.index(k) if k in self.works else len(owners) for k in range(self.parts)]
-        mine = [there.closed(k, {i: held[i][None] for i in comes}, 1) for k in range(self.parts)]
+        mine = [there.closed(k, {i: held[i][None] for i in self.arriving}, 1) for k in range(self.parts)]
         sent = {key: jnp.concatenate([row[key] for row in mine]) for key in there.widths}
         trade = lambda x: lax.all_to_all(x, emitter.axis, split_axis=0, concat_axis=0, tiled=True)
         arrived = jax.tree.map(trade, sent)
@@ -124,6 +123,10 @@ class _Parcels:
                 ends[key] = ends.get(key, 0) + math.prod(shape)
             for key, end in ends.items():
                 self.widths[key] = max(end, self.widths.get(key, 0))
+
+    def row_bytes(self) -> list[int]:
+        """Return the bytes of a row, for each dtype on the wire."""
+        return [width * np.dtype(key).itemsize for key, width in self.widths.items()]
 
     def closed(self, owner: int, values: dict[int, Any], rows: int) -> Parcels:
         """Pack an owner's values, row first, into rows; for a device that owns nothing, pack zeros."""

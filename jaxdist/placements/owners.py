@@ -20,7 +20,7 @@ from jaxdist.placements.cost import seconds, seconds_of
 from jaxdist.placements.marks import asked
 from jaxdist.placements.matrices import Component, bytes_moved, bytes_sent, components, is_whole_work
 from jaxdist.placements.options import best
-from jaxdist.placements.strategy import Placed, nbytes
+from jaxdist.placements.strategy import Propagation, nbytes
 from jaxdist.placements.values import REPLICATED, Partial, Placement, Split, tile
 
 Way = Literal["slices", "owners"] | None  # the way to run whole-matrix work; None picks the cheaper one
@@ -33,7 +33,7 @@ class Work:
     """A placed component."""
 
     component: Component
-    placed: Placed  # it, placed on whole matrices, or on a device's part of a stack
+    placed: Propagation  # it, placed on whole matrices, or on a device's part of a stack
     seconds: float  # compute time of a device
     sent: int  # bytes sent to an owner and back
     owner: int | None = None  # among the devices that share a matrix; None if each does its part of the stack
@@ -70,7 +70,7 @@ def way(closed: ClosedJaxpr) -> Way:
     return found.pop() if found else None
 
 
-def with_owners(infer: Any, placed: Placed) -> Block | None:
+def with_owners(infer: Any, placed: Propagation) -> Block | None:
     """Return a block with owners for whole-matrix work, or None if that does not pay."""
     moved = bytes_moved(placed)
     found = components(infer, placed, moved)
@@ -86,7 +86,7 @@ def with_owners(infer: Any, placed: Placed) -> Block | None:
 
 
 def _chosen(
-    infer: Any, placed: Placed, on_slices: dict[int, float], always: set[int], found: Sequence[Component]
+    infer: Any, placed: Propagation, on_slices: dict[int, float], always: set[int], found: Sequence[Component]
 ) -> list[list[Work]]:
     """Choose which components of one stage get owners, in groups that become one operation each."""
     n, link = infer.devices, infer.link
@@ -125,7 +125,7 @@ def _assign(works: Sequence[Work], n: int, link: Link) -> float:
     return max(devices)[0] + 2 * link.latency * bool(works)
 
 
-def _costs(infer: Any, placed: Placed, moved: Counter[int]) -> tuple[dict[int, float], set[int]]:
+def _costs(infer: Any, placed: Propagation, moved: Counter[int]) -> tuple[dict[int, float], set[int]]:
     """Return each operation's seconds on slices (by id), and those that slices cannot run."""
     machine, link = infer.machine, infer.link
     costs: dict[int, float] = {}
@@ -134,37 +134,41 @@ def _costs(infer: Any, placed: Placed, moved: Counter[int]) -> tuple[dict[int, f
         inner = [_costs(infer, body, bytes_moved(body)) for body in strategy.bodies]
         alone = strategy.bodies or strategy.make
         own = 0 if alone else seconds_of(placed.block, node, strategy, machine)
-        reduced = sum(nbytes(placed.block.avals[o]) for o, p in zip(node.outs, strategy.gives, strict=True)
+        reduced = sum(nbytes(placed.block.avals[o]) for o, p in zip(node.outs, strategy.out_placements, strict=True)
                       if isinstance(p, Partial) and node.name in CONTRACTION)  # fmt: skip
         travel = max(moved[id(node)], reduced)
         own += travel / link.bandwidth + (link.latency if travel else 0)
-        costs[id(node)] = own + node.turns * sum(sum(c.values()) for c, _ in inner)
-        alone = not strategy.bodies and node.name not in CONTRACTION and is_whole_work(node, strategy, placed.at, moved)
+        costs[id(node)] = own + node.trip_count * sum(sum(c.values()) for c, _ in inner)
+        alone = (
+            not strategy.bodies
+            and node.name not in CONTRACTION
+            and is_whole_work(node, strategy, placed.placements, moved)
+        )
         if alone or any(found for _, found in inner):
             always.add(id(node))
     return costs, always
 
 
-def _on_one(infer: Any, placed: Placed, component: Component) -> Work:
+def _on_one(infer: Any, placed: Propagation, component: Component) -> Work:
     """Place a component on one device."""
     block = component.block(placed.block)
     on_one = infer.place(block, [REPLICATED] * len(block.inputs))
     return Work(component, on_one, seconds(on_one, infer.machine), bytes_sent(placed, component))
 
 
-def _stack(infer: Any, placed: Placed, component: Component) -> Work | None:
+def _stack(infer: Any, placed: Propagation, component: Component) -> Work | None:
     """Place a component so that each device computes some matrices of a stack independently."""
     avals = placed.block.avals
-    stacked = [i for i in component.ins if isinstance(placed.at[i], Split)]
+    stacked = [i for i in component.ins if isinstance(placed.placements[i], Split)]
     lengths = {avals[i].shape[0] for i in stacked}
     if len(lengths) != 1 or min(lengths) < 2 or any(avals[i].ndim < 3 for i in stacked):
         return None
     (length,) = lengths
-    split = tile(0, length, infer.devices, stored=True)
+    split = tile(0, length, infer.devices, of_state=True)
     block = component.block(placed.block)
     ins: list[Placement] = [split if i in stacked else REPLICATED for i in component.ins]
     found = best(infer, block, ins)  # without owners: they would look for a stack in it again
-    apart = all(isinstance(p, Split) and p.dim == 0 and p.is_tile(infer.devices) for p in found.given)
+    apart = all(isinstance(p, Split) and p.dim == 0 and p.is_tile(infer.devices) for p in found.out_placements)
     if not apart or found.communicates:
         return None
     return Work(component, found, seconds(found, infer.machine), bytes_sent(placed, component))

@@ -15,16 +15,16 @@ from jaxdist.placements.block import TO_A_SUM, Node
 from jaxdist.placements.rules import Factors
 from jaxdist.placements.strategy import IN_PLACE, Strategy, nbytes
 from jaxdist.placements.values import REPLICATED, Partial, Placement, Split, form, tile
-from jaxdist.placements.walk import Walk, offer
+from jaxdist.placements.walk import Walk, alternative
 
 NAME = "send the examples"  # the name of the option
 
 
-@offer("dot_general", "conv_general_dilated", "gather", "scatter-add")
+@alternative("dot_general", "conv_general_dilated", "gather", "scatter-add")
 def _product(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     described = walk.block.factors(node)
-    batch = [k for k, p in enumerate(ins) if isinstance(p, Split) and not p.stored]
-    kept = [k for k, p in enumerate(ins) if isinstance(p, Split) and p.stored]
+    batch = [k for k, p in enumerate(ins) if isinstance(p, Split) and not p.of_state]
+    kept = [k for k, p in enumerate(ins) if isinstance(p, Split) and p.of_state]
     if described is None or not batch or len(node.outs) > 1:
         return None
     splits = [p for p in ins if isinstance(p, Split)]
@@ -56,10 +56,10 @@ def _with_slices(
     strategy = walk.cut(node, ins, described, cut, weight)  # some columns of all rows, or summands of all
     if strategy is None:
         return None
-    summands = out if isinstance(strategy.gives[0], Partial) else None
+    summands = out if isinstance(strategy.out_placements[0], Partial) else None
     if not _fits(walk, node, ins, strategy, walk.block.avals[node.ins[kept]], summands):
         return None
-    return replace(strategy, instead=IN_PLACE, then=[back], name=NAME)
+    return replace(strategy, instead=IN_PLACE, out_forms=[back], name=NAME)
 
 
 def _in_slices(walk: Walk, node: Node, ins: Sequence[Placement], described: Factors, example: int) -> Strategy | None:
@@ -75,8 +75,8 @@ def _in_slices(walk: Walk, node: Node, ins: Sequence[Placement], described: Fact
     strategy = walk.cut(node, ins, described, cut, slices)
     if strategy is None or slices.is_padded(walk.n) or not _fits(walk, node, ins, strategy, out):
         return None
-    then = [REPLICATED] if gathered else ()
-    return replace(strategy, gives=[slices], instead=IN_PLACE, then=then, name=NAME)
+    out_forms = [REPLICATED] if gathered else ()
+    return replace(strategy, out_placements=[slices], instead=IN_PLACE, out_forms=out_forms, name=NAME)
 
 
 def _is_added_up_elsewhere(walk: Walk, o: int) -> bool:
@@ -89,8 +89,8 @@ def _is_added_up_elsewhere(walk: Walk, o: int) -> bool:
 
 def _fits(walk: Walk, node: Node, ins: Sequence[Placement], strategy: Strategy, weight: Any, made: Any = None) -> bool:
     """Check that batch values held whole are at most as large as a slice of the weight: they take the memory saved."""
-    operands = zip(ins, strategy.takes, node.ins, strict=True)
-    batch = [(to, walk.block.avals[i]) for p, to, i in operands if isinstance(p, Split) and not p.stored]
+    operands = zip(ins, strategy.in_forms, node.ins, strict=True)
+    batch = [(to, walk.block.avals[i]) for p, to, i in operands if isinstance(p, Split) and not p.of_state]
     whole = sum(nbytes(aval) for to, aval in batch if not isinstance(to, Split)) + (nbytes(made) if made else 0)
     return whole <= nbytes(weight) // walk.n
 
@@ -102,14 +102,14 @@ def _fits(walk: Walk, node: Node, ins: Sequence[Placement], strategy: Strategy, 
 # devices, and divides the products too: Jacobs et al., *DeepSpeed Ulysses*, arXiv 2309.14509.
 
 
-@offer("dot_general")
+@alternative("dot_general")
 def _heads(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Multiply two values in slices, cut along a dimension that both and the result have."""
     p, q = ins
     described = walk.block.factors(node)
     if walk.infer.axis.name != SEQUENCE or described is None or not isinstance(p, Split) or not isinstance(q, Split):
         return None
-    if any(one.whole or one.stored or one.outer > 1 or one.is_padded(walk.n) for one in (p, q)):
+    if any(one.whole or one.of_state or one.outer > 1 or one.is_padded(walk.n) for one in (p, q)):
         return None
     (a, b), (result,) = described.operands, described.results
     sizes = dict(zip(result, walk.block.shapes(node.outs)[0], strict=True))
@@ -121,8 +121,8 @@ def _heads(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     assert factor is not None
     strategy = walk.cut(node, ins, described, factor, tile(0, sizes[factor], walk.n))
     back = _places(walk, node, described, (p, q), factor)
-    then = [form(tile(result.index(back), sizes[back], walk.n))] if back is not None else ()
-    return strategy and replace(strategy, then=then, name="send the heads")
+    out_forms = [form(tile(result.index(back), sizes[back], walk.n))] if back is not None else ()
+    return strategy and replace(strategy, out_forms=out_forms, name="send the heads")
 
 
 def _places(walk: Walk, node: Node, described: Factors, ins: tuple[Split, Split], heads: int) -> int | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from jaxdist.mesh import AXIS, GROUP, MODEL
 from jaxdist.placements.block import Node
 from jaxdist.placements.cost import flops
-from jaxdist.placements.strategy import IN_PLACE, Placed
+from jaxdist.placements.strategy import IN_PLACE, Propagation
 from jaxdist.placements.values import REPLICATED, Split
 
 _WORTH_SAYING = 0.01
@@ -41,7 +41,7 @@ class Row:
         return "; ".join(filter(None, (*said, self.instead and f"instead: {self.instead}")))
 
 
-def rows(over: Sequence[Placed]) -> list[Row]:
+def rows(over: Sequence[Propagation]) -> list[Row]:
     """Return communication, most bytes first, then repeated work."""
     found = _moved(over)
     if over and (again := unsplit(placed := _over_data(over))):
@@ -60,23 +60,24 @@ def rows(over: Sequence[Placed]) -> list[Row]:
     return found
 
 
-def _over_data(over: Sequence[Placed]) -> Placed:
+def _over_data(over: Sequence[Propagation]) -> Propagation:
     return next((one for one in over if one.axis in (GROUP, AXIS)), over[0])
 
 
-def _moved(over: Sequence[Placed]) -> list[Row]:
+def _moved(over: Sequence[Propagation]) -> list[Row]:
     """Return communication, without values that have no entries."""
     sizes = Counter[tuple[Row, str]]()
-    for placed, (move, times) in ((one, moved) for one in over for moved in one.moves):
-        name, what, why = move.node.name, move.kind, move.why
-        if move.again or name == "jaxdist_all_reduce":  # over several axes: counted over the first
+    for placed, (message, times) in ((one, sent) for one in over for sent in one.sent()):
+        name, what, why = message.node.name, message.kind, message.why
+        if name == "jaxdist_all_reduce":  # over several axes: counted over the first
             continue
         if what in ("all-gather", "all-to-all"):
-            what += " of shards" if move.stored else " of activations"
+            what += " of shards" if message.of_state else " of activations"
         elif why != IN_PLACE:  # data parallelism consists of reductions
             why = ""
         instead = _INSTEAD.get(name, "") if what in _OF_BATCH and why != IN_PLACE else ""
-        sizes[Row(placed.axis, what, name, move.node.line, why=why, instead=instead), move.why] += move.bytes * times
+        row = Row(placed.axis, what, name, message.node.line, why=why, instead=instead)
+        sizes[row, message.why] += message.bytes * times
     return [replace(row, bytes=size) for (row, _), size in sizes.most_common() if size]
 
 
@@ -94,7 +95,7 @@ def text(found: Sequence[Row], verbose: bool) -> str:
     return "\n".join(lines) or "no communication, and no work is repeated across devices"
 
 
-def warning(over: Sequence[Placed]) -> str:
+def warning(over: Sequence[Propagation]) -> str:
     """Return a warning for a step about to be compiled, or "" if there is nothing to report."""
     lines = [] if unsplit(_over_data(over)) else [str(row) for row in rows(over) if _is_slow(row)]
     if not lines:
@@ -121,15 +122,15 @@ def _short(line: str) -> str:
     return str(Path(*path.parts[-3:]))
 
 
-def unsplit(placed: Placed) -> int:
+def unsplit(placed: Propagation) -> int:
     """Return the FLOPs that every device repeats for lack of a batch, or 0 if there is a batch."""
-    inputs = (placed.at[i] for i in placed.block.inputs)
-    if placed.axis not in (GROUP, AXIS) or any(isinstance(p, Split) and not p.stored for p in inputs):
+    inputs = (placed.placements[i] for i in placed.block.inputs)
+    if placed.axis not in (GROUP, AXIS) or any(isinstance(p, Split) and not p.of_state for p in inputs):
         return 0
     return sum(cost for _, cost, again in _work(placed, 1, every=True) if again)
 
 
-def worth_splitting(placed: Placed) -> bool:
+def worth_splitting(placed: Propagation) -> bool:
     """Check whether a step without a batch does more work than an `init`, which makes results."""
     block = placed.block
     entries = sum(math.prod(block.avals[i].shape) for i in (*block.inputs, *block.outputs))
@@ -137,18 +138,20 @@ def worth_splitting(placed: Placed) -> bool:
     return unsplit(placed) > max(least, each * entries)
 
 
-def work(placed: Placed) -> int:
+def work(placed: Propagation) -> int:
     """Return a device's total FLOPs."""
     return sum(cost for _, cost, _ in _work(placed, 1))
 
 
-def _work(placed: Placed, times: int, every: bool = False) -> Iterator[tuple[Node, int, bool]]:
+def _work(placed: Propagation, times: int, every: bool = False) -> Iterator[tuple[Node, int, bool]]:
     """Yield each operation with a device's FLOPs, and whether all repeat it on values that were split (or `every`)."""
     for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
-        whole = all(to == REPLICATED for to in strategy.takes)
-        again = whole and (every or any(isinstance(p := placed.at[i], Split) and not p.stored for i in node.ins))
+        whole = all(to == REPLICATED for to in strategy.in_forms)
+        again = whole and (
+            every or any(isinstance(p := placed.placements[i], Split) and not p.of_state for i in node.ins)
+        )
         for body in strategy.bodies:
-            yield from _work(body, times * node.turns, again)
+            yield from _work(body, times * node.trip_count, again)
         if not strategy.bodies and strategy.make is None:
             yield node, times * flops(placed.block, node, strategy), again
 

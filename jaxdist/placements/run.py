@@ -35,10 +35,10 @@ def make_in_form(emitter: Any, node: Node, to: Any) -> Any:
     if not isinstance(to, Split) or described is None:  # a bitcast may add a dimension
         return make_whole(emitter, node, to)
     factor = described.results[0][to.dim]
-    takes = [to.at(dims.index(factor)) if factor in dims else REPLICATED for dims in described.operands]
+    in_forms = [to.along(dims.index(factor)) if factor in dims else REPLICATED for dims in described.operands]
     if described.params is not None:
         params = described.params(params, factor, to)
-    return emitter.bind(node, list(map(emitter.take, node.ins, takes)), params)[0]
+    return emitter.bind(node, list(map(emitter.take, node.ins, in_forms)), params)[0]
 
 
 def make_whole(emitter: Any, node: Node, to: Any) -> Any:
@@ -67,7 +67,7 @@ class Cut:
         if split.is_padded(emitter.n):
             for k, dims in enumerate(described.operands):
                 if factor in dims and (described.masked is None or k in described.masked):
-                    xs[k] = emitter.masked(xs[k], split.at(dims.index(factor)), _identity(kind, xs[k].dtype))
+                    xs[k] = emitter.masked(xs[k], split.along(dims.index(factor)), _identity(kind, xs[k].dtype))
         if kind != "sum":
             return [emitter.across(x, kind) for x in emitter.bind(node, xs, params)]
         dtype = emitter.block.avals[node.outs[0]].dtype

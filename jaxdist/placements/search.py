@@ -119,9 +119,9 @@ class _Classes:
             ends += [(node.outs[k], inner.outputs[n], n in body.ys) for n, k in enumerate(body.outs)]
             for outer, own, is_slice in ends:
                 self._same(block, outer, inner, own, int(is_slice))
-            turns = [self._at(block, outer, 0) for outer, _, is_slice in ends if is_slice]
-            for one in turns[1:]:
-                self._ties.tie(one, turns[0])
+            loops = [self._at(block, outer, 0) for outer, _, is_slice in ends if is_slice]
+            for one in loops[1:]:
+                self._ties.tie(one, loops[0])
             for k, o in zip(body.carry, inner.outputs[: len(body.outs)], strict=False):
                 self._same(inner, o, inner, inner.inputs[k])
 
@@ -142,7 +142,8 @@ def _price(
     """Return the seconds of a layout: those of the step, plus the time to send a device's part of the state."""
     n, avals, kept = infer.devices, [block.avals[i] for i in block.inputs], set(state)
     ins: list[Placement] = [
-        tile(cuts[k], aval.shape[cuts[k]], n, stored=True) if k in cuts else REPLICATED for k, aval in enumerate(avals)
+        tile(cuts[k], aval.shape[cuts[k]], n, of_state=True) if k in cuts else REPLICATED
+        for k, aval in enumerate(avals)
     ]
     wants = [form(ins[k]) if k is not None and k in kept else REPLICATED for k in sources]
     try:

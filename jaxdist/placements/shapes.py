@@ -14,7 +14,7 @@ from jaxdist import compat
 from jaxdist.ir.primitives import count_p, counts
 from jaxdist.placements.block import Node
 from jaxdist.placements.run import make_in_form, make_whole
-from jaxdist.placements.strategy import Strategy
+from jaxdist.placements.strategy import Sends, Strategy, nbytes
 from jaxdist.placements.values import REPLICATED, Deferred, Placement, Replicated, Split, form, local_shape, reshaped
 from jaxdist.placements.walk import Walk, special
 
@@ -53,7 +53,7 @@ def _broadcast(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | N
     if described is None or not new:
         return None
     follows = isinstance(p, Split) and described.operands[0][p.dim] is not None
-    if follows and (not p.stored or math.prod(old) == math.prod(new)):  # type: ignore[union-attr]
+    if follows and (not p.of_state or math.prod(old) == math.prod(new)):  # type: ignore[union-attr]
         return walk.by_factors(node, ins, described)
     const = p.const if isinstance(p, (Replicated, Deferred)) else None
     return Strategy([None], [Deferred(const)], make=make_in_form)
@@ -86,7 +86,7 @@ def _in_blocks(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | N
     d = p.dim
     match node.name:
         case "concatenate":
-            along = params["dimension"] == d and not any(one.stored for one in splits)
+            along = params["dimension"] == d and not any(one.of_state for one in splits)
         case "slice":
             contiguous = params["strides"] is None or params["strides"][d] == 1
             along = contiguous and old[0][d] != new[0][d] and params["start_indices"][d] % p.size == 0
@@ -96,8 +96,10 @@ def _in_blocks(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | N
             along = params["reps"][d] != 1
     if not along or any(shape[d] % p.size for shape in (*old, *new)):
         return None
-    takes, gives = ([Split(d, p.size, p.chunk, shape[d] // p.size) for shape in shapes] for shapes in (old, new))
-    if any(isinstance(one, Split) and form(one) != to for one, to in zip(ins, takes, strict=True)):
+    in_forms, out_placements = (
+        [Split(d, p.size, p.chunk, shape[d] // p.size) for shape in shapes] for shapes in (old, new)
+    )
+    if any(isinstance(one, Split) and form(one) != to for one, to in zip(ins, in_forms, strict=True)):
         return None
 
     def own(sizes: Sequence[int], along: int | None = None) -> tuple[int, ...]:
@@ -108,7 +110,7 @@ def _in_blocks(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | N
         local.update({"sizes": own(params["sizes"])} if "sizes" in params else {})
         return emitter.bind(node, xs, {**params, **local})
 
-    return Strategy(takes, [replace(to, stored=p.stored) for to in gives], run)
+    return Strategy(in_forms, [replace(to, of_state=p.of_state) for to in out_placements], run)
 
 
 @special("rev")
@@ -117,11 +119,12 @@ def _reverse(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
     p = ins[0]
     if not isinstance(p, Split) or p.dim not in node.eqn.params["dimensions"] or p.outer > 1 or p.is_padded(walk.n):
         return None
-    if not jnp.issubdtype(walk.block.avals[node.ins[0]].dtype, np.number):
+    aval = walk.block.avals[node.ins[0]]
+    if not jnp.issubdtype(aval.dtype, np.number):
         return None
     ends = [(i, walk.n - 1 - i) for i in range(walk.n)]
     run = lambda emitter, node, xs: [lax.ppermute(emitter.bind(node, xs)[0], emitter.axis, ends)]
-    return Strategy([form(p)], [form(p)], run, exchanges=True)
+    return Strategy([form(p)], [form(p)], run, sends=[Sends("permute", nbytes(aval))])
 
 
 @special("jaxdist_all_gather")
@@ -145,7 +148,7 @@ def _mark(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     run = lambda emitter, node, xs: emitter.bind(node, xs) if emitter.marks else xs
     dim = walk.infer.choose(shape)
     if walk.infer.level(node):
-        if isinstance(p, Split) and p.stored and (params["role"] != "gradient" or p.dim == dim):
+        if isinstance(p, Split) and p.of_state and (params["role"] != "gradient" or p.dim == dim):
             return Strategy([form(p)], [replace(p, requested=requested, whole=False)], run)
         if dim is not None:
             to = replace(walk.infer.shard(dim, shape[dim]), requested=requested)
@@ -161,24 +164,27 @@ def _same(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
 
 
 def _passed_on(ins: Sequence[Placement], run: Callable[[Any, Node, list[Any]], Sequence[Any]]) -> Strategy:
-    gives = [REPLICATED if isinstance(p, Deferred) else p for p in ins]
-    return Strategy([REPLICATED if isinstance(p, Split) and p.whole else form(p) for p in gives], gives, run)
+    out_placements = [REPLICATED if isinstance(p, Deferred) else p for p in ins]
+    return Strategy(
+        [REPLICATED if isinstance(p, Split) and p.whole else form(p) for p in out_placements], out_placements, run
+    )
 
 
 @special("jaxdist_count")
 def _count(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     """Count the entries that each device holds."""
     to = form(ins[0]) if isinstance(ins[0], Split) else REPLICATED
+    devices, (counted,) = node.eqn.params["devices"], (walk.block.avals[o] for o in node.outs)
 
     def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
         x = xs[0]
         if isinstance(to, Split) and to.is_padded(emitter.n):
             x = emitter.masked(x, to, 0)
-        left = node.eqn.params["devices"] // emitter.n  # devices along the axes still to be placed
+        left = devices // emitter.n  # devices along the axes still to be placed
         own = counts(x)[None] if left == 1 else count_p.bind(x, devices=left)
         return [emitter.gather(own, 0, left * emitter.n)]
 
-    return Strategy([to], [REPLICATED], run, exchanges=True)
+    return Strategy([to], [REPLICATED], run, sends=[Sends("all-gather", nbytes(counted))])
 
 
 # --- random bits

@@ -22,131 +22,153 @@ IN_PLACE = "instead of a weight, which is larger"  # the reason that batch value
 class Strategy:
     """A way to run an operation on the devices."""
 
-    takes: Sequence[Form | None]  # the form of each operand; None if it is only taken once its result is made
-    gives: Sequence[Placement]  # the placement of each result
+    in_forms: Sequence[Form | None]  # the form of each operand; None if it is only taken once its result is made
+    out_placements: Sequence[Placement]  # the placement of each result
     run: Callable[[Any, Node, list[Any]], Sequence[Any]] | None = None  # ``run(emitter, node, operands) -> results``
     make: Callable[[Any, Node, Any], Any] | None = None  # of a deferred result: ``make(emitter, node, form) -> result``
     slicewise: bool = False  # a result slice needs only the same slices of operands of its shape
-    bodies: "Sequence[Placed]" = ()  # for control flow
-    exchanges: bool = False  # it communicates on its own
+    bodies: "Sequence[Propagation]" = ()  # for control flow
+    sends: Sequence["Sends"] = ()  # what `run` sends, besides the operands that change their form
     why: str = ""  # the reason that every device computes the whole operation
     instead: str = ""  # the reason that its operands are sent, although an alternative exists
-    then: Sequence[Form] = ()  # the form to convert each result to at once, if any
+    out_forms: Sequence[Form] = ()  # the form to convert each result to at once, if any
     name: str = ""  # the option's name; the default option has none
     seconds: dict[bool, float] = field(default_factory=dict)  # that it computes, with and without its memory traffic
 
 
-@dataclass(eq=False)
-class Move:
-    """A value that changes its form."""
+@dataclass(frozen=True)
+class Sends:
+    """A collective that an operation runs itself."""
 
-    node: Node  # the operation that needs the new form
-    kind: str  # ``"all-gather"``, ``"all-to-all"``, ``"all-reduce"``, ``"reduce-scatter"``
-    aval: Any  # the value's logical type
-    stored: bool  # it is sharded between steps, or depends only on such values
+    kind: str  # as of `Message`
+    bytes: int
+    times: int = 1  # how often the operation runs it
+    of_state: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """A collective over the axis: a value changes its form, or an operation sends."""
+
+    node: Node  # the operation that needs the new form, or sends
+    kind: str  # ``"all-gather"``, ``"all-to-all"``, ``"all-reduce"``, ``"reduce-scatter"``, ``"permute"``
+    bytes: int  # of the whole value as it is sent: its padded slices together, or the sum, in the type it is added in
+    of_state: bool  # it is sharded between steps, or depends only on such values
     why: str  # the reason that slices do not suffice, or `IN_PLACE`
     waited_for: bool = False  # a product needs it, and unlike shards it cannot be fetched ahead
     again: bool = False  # it was sent for a different operation before and is still present
-
-    @property
-    def bytes(self) -> int:
-        """Return the size of the whole value."""
-        return nbytes(self.aval)
+    times: int = 1  # how often, each time that its block runs
+    reshards: bool = True  # a value changes its form; else the operation sends on its own
 
 
 @dataclass(eq=False)
-class Placed:
-    """A block with settled placements."""
+class Propagation:
+    """A block with a placement for each value, and what it sends."""
 
     block: Block
-    ins: tuple[Form, ...]  # the forms of its inputs
+    in_forms: tuple[Form, ...]  # the forms of its inputs
     axis: str  # the name of the axis that it is placed over
     strategies: list[Strategy] = field(default_factory=list)  # one per operation
-    at: list[Any] = field(default_factory=list)  # the placement of each value
-    outs: tuple[Form, ...] = ()  # the forms in which outputs are returned
-    given: tuple[Placement, ...] = ()  # the placements of the outputs
-    own: list[Move] = field(default_factory=list)  # changes of form outside loops and branches
-    summed: frozenset[int] = frozenset()  # inputs given as summands and added up inside
+    placements: list[Any] = field(default_factory=list)  # the placement of each value
+    out_forms: tuple[Form, ...] = ()  # the forms in which outputs are returned
+    out_placements: tuple[Placement, ...] = ()  # the placements of the outputs
+    messages: list[Message] = field(default_factory=list)  # without those in loops and branches
+    reduced_inputs: frozenset[int] = frozenset()  # inputs given as summands and added up inside
     matrices: int = 0  # the number of components in it (`jaxdist.placements.matrices`)
 
-    def returning(self, infer: Any, wants: Sequence[Form | None]) -> "Placed":
+    def returning(self, infer: Any, wants: Sequence[Form | None]) -> "Propagation":
         """Return this block with outputs converted to these forms; None keeps a form."""
-        outs = tuple(own if want is None else want for own, want in zip(self.outs, wants, strict=True))
-        inputs = {i: k for k, i in enumerate(self.block.inputs)}
-        summed = {
+        block, makers = self.block, self.block.makers
+        out_forms = tuple(form if want is None else want for form, want in zip(self.out_forms, wants, strict=True))
+        inputs = {i: k for k, i in enumerate(block.inputs)}
+        reduced_inputs = {
             inputs[i]
-            for i, to in zip(self.block.outputs, outs, strict=True)
-            if i in inputs and isinstance(self.at[i], Partial) and not isinstance(to, Partial)
+            for i, to in zip(block.outputs, out_forms, strict=True)
+            if i in inputs and isinstance(self.placements[i], Partial) and not isinstance(to, Partial)
         }
-        makers = self.block.makers
-        moves = [
-            Move(makers[i], kind, self.block.avals[i], isinstance(p, Split) and p.stored, "")
-            for i, p, to in zip(self.block.outputs, self.given, outs, strict=True)
-            if i in makers and (kind := infer.move(p, to, self.block.avals[i]))
+        messages = [
+            Message(makers[i], kind, infer.bytes_sent(p, to, block.avals[i]), isinstance(p, Split) and p.of_state, "")
+            for i, p, to in zip(block.outputs, self.out_placements, out_forms, strict=True)
+            if i in makers and (kind := infer.reshard(p, to, block.avals[i]))
         ]
-        return replace(self, outs=outs, summed=self.summed | summed, own=[*self.own, *moves])
+        return replace(
+            self,
+            out_forms=out_forms,
+            reduced_inputs=self.reduced_inputs | reduced_inputs,
+            messages=[*self.messages, *messages],
+        )
 
     def forms_of(self, i: int, returned: bool = True) -> set[Form | None]:
-        """Return the forms in which a value is used; None stands for an unsettled one."""
-        block, taken = self.block, set[Form | None]()
+        """Return the forms in which a value is used; None stands for an unresolved one."""
+        block, forms = self.block, set[Form | None]()
         seen, todo = {i}, [i]
-        for own in todo:  # the list grows by unsettled elementwise results
+        for value in todo:  # the list grows by unresolved elementwise results
             if returned:
-                taken.update(to for o, to in zip(block.outputs, self.outs, strict=True) if o == own)
-            for k in block.users.get(own, ()):
+                forms.update(to for o, to in zip(block.outputs, self.out_forms, strict=True) if o == value)
+            for k in block.users.get(value, ()):
                 node, strategy = block.nodes[k], self.strategies[k]
                 if strategy.make is None:
-                    taken.update(to or REPLICATED for o, to in zip(node.ins, strategy.takes, strict=True) if o == own)
-                elif not strategy.slicewise or block.avals[own].shape != block.avals[node.outs[0]].shape:
-                    taken.add(None)
+                    operands = zip(node.ins, strategy.in_forms, strict=True)
+                    forms.update(to or REPLICATED for operand, to in operands if operand == value)
+                elif not strategy.slicewise or block.avals[value].shape != block.avals[node.outs[0]].shape:
+                    forms.add(None)
                 elif node.outs[0] not in seen:
                     seen.add(node.outs[0])
                     todo.append(node.outs[0])
-        return taken
+        return forms
 
     def returned(self, k: int) -> Placement:
         """Return the placement of an output; a deferred one takes the slice that all uses take."""
-        if isinstance(p := self.given[k], Deferred):
-            used = self.forms_of(self.block.outputs[k], returned=False)
-            if len(used) == 1 and isinstance(to := used.pop(), Split):
+        if isinstance(p := self.out_placements[k], Deferred):
+            forms = self.forms_of(self.block.outputs[k], returned=False)
+            if len(forms) == 1 and isinstance(to := forms.pop(), Split):
                 return to
         return p
 
-    def blocks(self, times: int = 1) -> "Iterator[tuple[Placed, int]]":
+    def blocks(self, times: int = 1) -> "Iterator[tuple[Propagation, int]]":
         """Yield the block and those in its loops and branches, with how often each runs."""
         yield self, times
         for node, strategy in zip(self.block.nodes, self.strategies, strict=True):
             for body in strategy.bodies:
-                yield from body.blocks(times * node.turns)
+                yield from body.blocks(times * node.trip_count)
 
-    @property
-    def moves(self) -> list[tuple[Move, int]]:
-        """Return values that change form, in loops and branches too, with how often each does."""
-        return [(move, times) for one, times in self.blocks() for move in one.own]
+    def sent(self) -> Iterator[tuple[Message, int]]:
+        """Yield each message, in loops and branches too, with how often it is sent in all."""
+        for propagation, times in self.blocks():
+            for message in propagation.messages:
+                if not message.again:
+                    yield message, times * message.times
 
     @property
     def communicates(self) -> bool:
         """Check whether a device waits for others in this block."""
-        return any(one.own or any(strategy.exchanges for strategy in one.strategies) for one, _ in self.blocks())
+        return any(propagation.messages for propagation, _ in self.blocks())
 
 
 def sliced(
-    given: Sequence[Placement], placed: Sequence[Placed], place: Callable[[Sequence[Placement]], Sequence[Placed]]
-) -> tuple[Sequence[Placement], Sequence[Placed]]:
+    in_placements: Sequence[Placement],
+    bodies: Sequence[Propagation],
+    place: Callable[[Sequence[Placement]], Sequence[Propagation]],
+) -> tuple[Sequence[Placement], Sequence[Propagation]]:
     """Cut values that bodies only use in one slice before the bodies: their new placements, and the bodies'."""
-    cut, block = list(given), placed[0].block
-    for k in range(len(given)):
-        if placed[0].ins[k] == REPLICATED and block.avals[block.inputs[k]].shape:
-            taken = {to for one in placed for to in one.forms_of(one.block.inputs[k])}
-            if len(taken) == 1 and isinstance(to := taken.pop(), Split):
+    cut, block = list(in_placements), bodies[0].block
+    for k in range(len(in_placements)):
+        if bodies[0].in_forms[k] == REPLICATED and block.avals[block.inputs[k]].shape:
+            forms = {to for body in bodies for to in body.forms_of(body.block.inputs[k])}
+            if len(forms) == 1 and isinstance(to := forms.pop(), Split):
                 cut[k] = to
     # Not if that changes the outputs or adds messages.
-    facts = lambda bodies: [(one.given, one.summed, len(one.moves)) for one in bodies]
-    if cut != list(given) and facts(again := place(cut)) == facts(placed):
-        return cut, again
-    return given, placed
+    facts = lambda bodies: [(b.out_placements, b.reduced_inputs, len([*b.sent()])) for b in bodies]
+    if cut != list(in_placements) and facts(bodies_of_cut := place(cut)) == facts(bodies):
+        return cut, bodies_of_cut
+    return in_placements, bodies
 
 
 def nbytes(aval: Any) -> int:
     """Return the size of a whole value."""
-    return math.prod(aval.shape) * (8 if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else aval.dtype.itemsize)
+    return math.prod(aval.shape) * itemsize(aval.dtype)
+
+
+def itemsize(dtype: Any) -> int:
+    """Return the bytes of an entry; of a PRNG key, those of its data."""
+    return 8 if jnp.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize

@@ -33,13 +33,13 @@ def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     size = max(a.size for a, s in zip(avals, partial, strict=True) if s)
     summands = [p for p in ins if isinstance(p, Partial)]
     gradient, made = all(p.gradient for p in summands), any(p.made for p in summands)
-    owed = summands[0].owed
-    if any(p.owed != owed for p in summands):
+    unreduced_axes = summands[0].unreduced_axes
+    if any(p.unreduced_axes != unreduced_axes for p in summands):
         return None
     if name == "jaxdist_all_reduce":  # over a different axis: one reduction over both
-        owed = tuple(dict.fromkeys((*owed, *node.eqn.params["axes"])))
-        return Strategy([form(summands[0])], [Partial(gradient, made, owed)], lambda emitter, node, xs: xs)
-    takes: list[Form] = [Partial(owed=owed) if s else REPLICATED for s in partial]
+        unreduced_axes = tuple(dict.fromkeys((*unreduced_axes, *node.eqn.params["axes"])))
+        return Strategy([form(summands[0])], [Partial(gradient, made, unreduced_axes)], lambda emitter, node, xs: xs)
+    in_forms: list[Form] = [Partial(unreduced_axes=unreduced_axes) if s else REPLICATED for s in partial]
     ok = False
     if name in LINEAR or name in ACROSS:
         ok = out.size <= size and not any(partial[1:])  # not in where a slice starts
@@ -50,20 +50,20 @@ def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Strategy | None:
         terms = range(1 if name == "select_n" else 0, 2 if name == "dynamic_update_slice" else len(ins))
         every = all(partial[k] or is_zero(ins[k]) for k in terms)
         sliced = any(isinstance(p, Split) and not p.whole for p in (ins[k] for k in terms))
-        ok = every or (not sliced and (node.outs[0] in walk.loose or _goes_on(walk, node)))
+        ok = every or (not sliced and (node.outs[0] in walk.may_stay_partial or _goes_on(walk, node)))
         ok = ok and not any(partial[k] for k in range(len(ins)) if k not in terms)
-        takes = [Partial(owed=owed) if k in terms else REPLICATED for k in range(len(ins))]
+        in_forms = [Partial(unreduced_axes=unreduced_axes) if k in terms else REPLICATED for k in range(len(ins))]
         gradient = gradient and every  # a term added to a gradient must not lose digits on the wire for it
     elif name == "mul":
         other = ins[1 - partial.index(True)]
         ok = sum(partial) == 1 and _scales(other, out.dtype)
     elif name == "div":
         ok = partial[0] and not partial[1] and _scales(ins[1], out.dtype, inverse=True)
-    if owed:  # other operands may differ across those axes' devices: a position, a slice, a mask
+    if unreduced_axes:  # other operands may differ across those axes' devices: a position, a slice, a mask
         ok = ok and name not in ACROSS and all(s or _known(p) is not None for s, p in zip(partial, ins, strict=True))
     if not ok:
         return None
-    return Strategy(takes, [Partial(gradient, made, owed)], run_wide)
+    return Strategy(in_forms, [Partial(gradient, made, unreduced_axes)], run_wide)
 
 
 def _is_plain(dtype: Any) -> bool:

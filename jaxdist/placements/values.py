@@ -32,7 +32,7 @@ class Split:
     size: int  # length of a block
     chunk: int  # length of a block on a device
     outer: int = 1  # number of blocks
-    stored: bool = False  # sharded between steps or computed only from such values; else of the batch
+    of_state: bool = False  # sharded between steps or computed only from such values; else of the batch
     requested: bool = False  # `jaxdist.shard` or the optimizer's `init` requested this
     whole: bool = False  # each device also has the whole value, so using it needs no communication
 
@@ -41,7 +41,7 @@ class Split:
         """Return the number of entries along the dimension on a device."""
         return self.outer * self.chunk
 
-    def at(self, dim: int) -> "Split":
+    def along(self, dim: int) -> "Split":
         """Return the same slices of dimension `dim` of a different array."""
         return self if dim == self.dim else replace(self, dim=dim)
 
@@ -64,7 +64,9 @@ class Partial:
 
     gradient: bool = False  # differentiation made it, and it may be sent compressed
     made: bool = True  # False for a loop's carry until a summand is added to it
-    owed: tuple[str, ...] = ()  # axes placed before, along which this is a summand too: one reduction covers all
+    unreduced_axes: tuple[
+        str, ...
+    ] = ()  # axes placed before, along which this is a summand too: one reduction covers all
     bits: bool = False  # one device's value, and zeros: a move, so the bits are added as integers
 
 
@@ -86,20 +88,24 @@ def form(placement: Placement) -> Form:
     """Return the form in which a device holds a value; a deferred one is whole."""
     if isinstance(placement, Split):
         return Split(placement.dim, placement.size, placement.chunk, placement.outer)
-    return Partial(owed=placement.owed, bits=placement.bits) if isinstance(placement, Partial) else REPLICATED
+    return (
+        Partial(unreduced_axes=placement.unreduced_axes, bits=placement.bits)
+        if isinstance(placement, Partial)
+        else REPLICATED
+    )
 
 
-def tile(dim: int, size: int, devices: int, stored: bool = False) -> Split:
+def tile(dim: int, size: int, devices: int, of_state: bool = False) -> Split:
     """Return the usual slices of a dimension."""
-    return Split(dim, size, -(-size // devices), stored=stored)
+    return Split(dim, size, -(-size // devices), of_state=of_state)
 
 
-def tiles(dim: int, size: int, axes: Sequence[int], stored: bool = False) -> list[Split]:
+def tiles(dim: int, size: int, axes: Sequence[int], of_state: bool = False) -> list[Split]:
     """Slice a dimension over axes of these sizes, outermost first, as over one axis with all devices in order."""
     found: list[Split] = []
     for k in range(len(axes)):
         chunk = -(-size // math.prod(axes[k:])) * math.prod(axes[k + 1 :])
-        found.append(Split(dim, size, chunk, stored=stored))
+        found.append(Split(dim, size, chunk, of_state=of_state))
         size = chunk
     return found
 

@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxdist.errors import StepError
 from jaxdist.ir.operations import SAME_RANK, SHAPE_ONLY, is_deferrable
 from jaxdist.placements import rules, values
 from jaxdist.placements.block import Block, Node, added
 from jaxdist.placements.rules import Factors
 from jaxdist.placements.run import Cut, make_in_form, make_whole, run_as_is
-from jaxdist.placements.strategy import UNKNOWN, Move, Placed, Strategy, nbytes
+from jaxdist.placements.strategy import UNKNOWN, Message, Propagation, Sends, Strategy, nbytes
 from jaxdist.placements.summands import is_zero, linear
 from jaxdist.placements.values import REPLICATED, Deferred, Form, Partial, Placement, Replicated, Split, form, tile
 
@@ -33,64 +35,72 @@ class Walk:
         infer: Any,
         block: Block,
         ins: Sequence[Placement],
-        loose: frozenset[int] = frozenset(),
+        may_stay_partial: frozenset[int] = frozenset(),
         choice: Choice = Choice(),
     ):
         marked = {i: infer.shard(dim, block.avals[i].shape[dim]) for i, dim in infer.marked(block).items()}
         self.slices: dict[int, Split] = {**choice.slices, **marked}
-        self.choice, self.offers = choice, list[tuple[Node, Strategy]]()
+        self.choice, self.alternatives = choice, list[tuple[Node, Strategy]]()
         self._moved: set[tuple[int, Form, bool]] = set()
         self.infer, self.block, self.n = infer, block, infer.devices
-        self.placed = Placed(block, tuple(map(form, ins)), infer.axis.name)
-        self.at: list[Any] = [None] * len(block.avals)
-        self.loose = added(block, loose)
-        self.again = functools.partial(Walk, infer, block, ins, loose)  # with a different choice
+        self.placed = Propagation(block, tuple(map(form, ins)), infer.axis.name)
+        self.placements: list[Any] = [None] * len(block.avals)
+        self.may_stay_partial = added(block, may_stay_partial)
+        self.again = functools.partial(Walk, infer, block, ins, may_stay_partial)  # with a different choice
         self.next = {i: node for node in block.nodes for i in node.ins}
         self.inputs = {i: k for k, i in enumerate(block.inputs)}
         summed: set[int] = set()
         for i, value in block.numbers.items():
-            self.at[i] = Replicated(value)
+            self.placements[i] = Replicated(value)
         for i, placement in zip(block.inputs, ins, strict=True):
-            self.at[i] = self._settled(i, placement)
-            if isinstance(placement, Partial) and not isinstance(self.at[i], Partial):
+            self.placements[i] = self._resolve(i, placement)
+            if isinstance(placement, Partial) and not isinstance(self.placements[i], Partial):
                 summed.add(self.inputs[i])
         for node in block.nodes:
             with node.named_in_errors():
                 strategy = self.strategy(node)
             self.placed.strategies.append(strategy)
-            for i, to in zip(node.ins, strategy.takes, strict=True):
-                if to is None or to is self.at[i]:
+            for i, to in zip(node.ins, strategy.in_forms, strict=True):
+                if to is None or to is self.placements[i]:
                     continue
-                if isinstance(self.at[i], Partial) and not isinstance(to, Partial) and i in self.inputs:
+                if isinstance(self.placements[i], Partial) and not isinstance(to, Partial) and i in self.inputs:
                     summed.add(self.inputs[i])
                 self.note(node, i, to, strategy.why or strategy.instead)
-            for i, placement, then in zip(node.outs, strategy.gives, strategy.then or strategy.gives, strict=True):
-                self.at[i] = placement
-                settled = then if strategy.then else self._settled(i, placement)
-                if settled is not placement and not isinstance(settled, Partial):
-                    self.note(node, i, form(settled), strategy.instead if strategy.then else "")
-                self.at[i] = settled
-        self.placed.at, self.placed.outs = self.at, tuple(form(self.at[i]) for i in block.outputs)
-        self.placed.given = tuple(self.at[i] for i in block.outputs)
-        self.placed.summed = frozenset(summed)
+            self.placed.messages += [
+                Message(node, s.kind, s.bytes, s.of_state, strategy.why, True, times=s.times, reshards=False)
+                for s in strategy.sends
+            ]
+            for i, placement, then in zip(
+                node.outs, strategy.out_placements, strategy.out_forms or strategy.out_placements, strict=True
+            ):
+                self.placements[i] = placement
+                resolved = then if strategy.out_forms else self._resolve(i, placement)
+                if resolved is not placement and not isinstance(resolved, Partial):
+                    self.note(node, i, form(resolved), strategy.instead if strategy.out_forms else "")
+                self.placements[i] = resolved
+        self.placed.placements = self.placements
+        self.placed.out_forms = tuple(form(self.placements[i]) for i in block.outputs)
+        self.placed.out_placements = tuple(self.placements[i] for i in block.outputs)
+        self.placed.reduced_inputs = frozenset(summed)
 
     def note(self, node: Node, i: int, to: Form, why: str) -> None:
         """Record that a value is sent, and whether it was before."""
-        p, aval = self.at[i], self.block.avals[i]
-        if not (kind := self.infer.move(p, to, aval)):
+        p, aval = self.placements[i], self.block.avals[i]
+        if not (kind := self.infer.reshard(p, to, aval)):
             return
-        stored = isinstance(p, Split) and p.stored
-        ahead = stored and self.block.source(i) in self.inputs
+        of_state = isinstance(p, Split) and p.of_state
+        ahead = of_state and self.block.source(i) in self.inputs
         waited_for = i in self.block.before_products and not ahead
-        fetched = node.backward and stored  # fetched anew in the backward pass
+        fetched = node.backward and of_state  # fetched anew in the backward pass
         key = i, form(to), fetched
         made = self.block.makers.get(i)
         formed = made is not None and made.name in SHAPE_ONLY and (made.ins[0], REPLICATED, fetched) in self._moved
-        again = key in self._moved or (i, REPLICATED, fetched) in self._moved or (stored and formed)
+        again = key in self._moved or (i, REPLICATED, fetched) in self._moved or (of_state and formed)
         self._moved.add(key)
-        self.placed.own.append(Move(node, kind, aval, stored, why, waited_for, again))
+        size = self.infer.bytes_sent(p, to, aval)
+        self.placed.messages.append(Message(node, kind, size, of_state, why, waited_for, again))
 
-    def _settled(self, i: int, placement: Placement) -> Placement:
+    def _resolve(self, i: int, placement: Placement) -> Placement:
         """Add up a summand with several uses once, before them; a moved value at once."""
         if not isinstance(placement, Partial) or (self.block.uses[i] <= 1 and not placement.bits):
             return placement
@@ -98,25 +108,25 @@ class Walk:
 
     def added_up(self, node: Node) -> frozenset[int]:
         """Return the results that a surrounding loop adds up: they may stay summands."""
-        return frozenset(k for k, o in enumerate(node.outs) if o in self.loose)
+        return frozenset(k for k, o in enumerate(node.outs) if o in self.may_stay_partial)
 
     # --- one operation
 
     def strategy(self, node: Node) -> Strategy:
         """Choose how to run an operation, given the placements of its operands."""
-        ins = [self.at[i] for i in node.ins]
+        ins = [self.placements[i] for i in node.ins]
         summands = [self.slices.get(i) for i, p in zip(node.ins, ins, strict=True) if isinstance(p, Partial)]
-        key = (*ins, *summands, *(o in self.loose for o in node.outs))
+        key = (*ins, *summands, *(o in self.may_stay_partial for o in node.outs))
         if (found := node.known.get(key)) is None:
-            sent = len(self.placed.own)
+            sent = len(self.placed.messages)
             found = self._strategies(node, ins)
-            if len(self.placed.own) == sent:  # it sends nothing itself, in every walk anew
+            if len(self.placed.messages) == sent:  # it sends nothing itself, in every walk anew
                 node.known[key] = found
-        usual, offers = found
-        if not offers:
-            return usual
-        self.offers += [(node, one) for one in offers]
-        return next((one for one in offers if one.name == self.choice.names.get(id(node))), usual)
+        default, alternatives = found
+        if not alternatives:
+            return default
+        self.alternatives += [(node, one) for one in alternatives]
+        return next((one for one in alternatives if one.name == self.choice.names.get(id(node))), default)
 
     def _strategies(self, node: Node, ins: list[Placement]) -> tuple[Strategy, Sequence[Strategy]]:
         """Return the default strategy of an operation, and its options."""
@@ -127,7 +137,9 @@ class Walk:
         for k, i in enumerate(node.ins):
             if isinstance(ins[k], Partial):
                 ins[k] = self.slices.get(i, ins[k])
-        return self._alone(node, ins), [one for rule in OFFERS.get(node.name, ()) if (one := rule(self, node, ins))]
+        return self._alone(node, ins), [
+            one for rule in ALTERNATIVES.get(node.name, ()) if (one := rule(self, node, ins))
+        ]
 
     def _alone(self, node: Node, ins: Sequence[Placement]) -> Strategy:
         """Return the strategy that sends least for an operation alone."""
@@ -154,22 +166,22 @@ class Walk:
 
     def whole(self, node: Node, ins: Sequence[Placement]) -> Strategy:
         """Compute whole operands on every device; later operations can cut the result for free."""
-        gives: list[Placement] = []
+        out_placements: list[Placement] = []
         for o in node.outs:
             dim = self.batch_dim(node, ins, self.block.avals[o].shape)
             size = 0 if dim is None else self.block.avals[o].shape[dim]
-            gives.append(REPLICATED if dim is None else replace(tile(dim, size, self.n), whole=True))
+            out_placements.append(REPLICATED if dim is None else replace(tile(dim, size, self.n), whole=True))
         why = "" if all(isinstance(p, (Replicated, Deferred)) for p in ins) else f"{node.name} needs all of it"
         if why and not (node.name in SPECIAL or rules.is_known(node.eqn.primitive)):
             why = UNKNOWN
         if node.eqn.effects:
             why = f"{node.name} has an effect"
-        return Strategy([REPLICATED] * len(ins), gives, run_as_is, why=why)
+        return Strategy([REPLICATED] * len(ins), out_placements, run_as_is, why=why)
 
     def batch_dim(self, node: Node, ins: Sequence[Placement], shape: tuple[int, ...]) -> int | None:
         """Return the dimension of a result that holds the batch, if it can be cut."""
         for p, i in zip(ins, node.ins, strict=True):
-            if not isinstance(p, Split) or p.stored:
+            if not isinstance(p, Split) or p.of_state:
                 continue
             own = self.block.avals[i].shape
             dims = [d for d in range(len(shape)) if shape[d] == own[p.dim]]
@@ -198,12 +210,12 @@ class Walk:
     def candidates(self, node: Node, ins: Sequence[Placement], described: Factors) -> Sequence[tuple[int, Split]]:
         """Return factors along which operands are split; batch operands take precedence."""
         found: dict[tuple[int, int, int, int], Split] = {}
-        batch = [p for p in ins if isinstance(p, Split) and not p.stored]
+        batch = [p for p in ins if isinstance(p, Split) and not p.of_state]
         for p, dims in zip(ins, described.operands, strict=True):
-            if not isinstance(p, Split) or (batch and p.stored) or (factor := dims[p.dim]) is None:
+            if not isinstance(p, Split) or (batch and p.of_state) or (factor := dims[p.dim]) is None:
                 continue
             key = (factor, p.size, p.chunk, p.outer)
-            if key not in found or (found[key].stored and not p.stored):
+            if key not in found or (found[key].of_state and not p.of_state):
                 found[key] = p
         if not found and batch:
             # A gathered operand must not make the rest N-fold: cut values that all devices have.
@@ -223,37 +235,47 @@ class Walk:
         self, node: Node, ins: Sequence[Placement], described: Factors, factor: int, split: Split
     ) -> Strategy | None:
         """Cut an operation along one factor."""
-        kind, gives = described.reduced.get(factor), list[Placement]()
-        takes: list[Form] = [form(split.at(dims.index(factor))) if factor in dims else REPLICATED
+        kind, out_placements = described.reduced.get(factor), list[Placement]()
+        in_forms: list[Form] = [form(split.along(dims.index(factor))) if factor in dims else REPLICATED
                              for dims in described.operands]  # fmt: skip
         if kind is None:
             if any(factor not in dims for dims in described.results):
                 return None
-            stored = split.stored and all(p.stored for p in ins if isinstance(p, Split))
-            own = replace(split, stored=stored, requested=False, whole=False)
-            gives += [own.at(dims.index(factor)) for dims in described.results]
+            of_state = split.of_state and all(p.of_state for p in ins if isinstance(p, Split))
+            own = replace(split, of_state=of_state, requested=False, whole=False)
+            out_placements += [own.along(dims.index(factor)) for dims in described.results]
         elif kind == "sum":
             if not all(values.is_wide(self.block.avals[o].dtype) for o in node.outs):
                 return None
-            gives += [Partial(gradient=node.backward)] * len(node.outs)
+            out_placements += [Partial(gradient=node.backward)] * len(node.outs)
             if described.onto is not None and factor not in described.operands[described.onto]:
-                takes[described.onto] = Partial()
+                in_forms[described.onto] = Partial()
         else:
-            gives += [REPLICATED] * len(node.outs)
+            out_placements += [REPLICATED] * len(node.outs)
         run = Cut(described, factor, split, kind)
-        return Strategy(takes, gives, run, exchanges=kind not in (None, "sum"))
+        sends = () if kind in (None, "sum") else [self._combined(kind, o) for o in node.outs]
+        return Strategy(in_forms, out_placements, run, sends=sends)
+
+    def _combined(self, kind: str, o: int) -> Sends:
+        """Return the collective that reduces a result with max, min, and, or or (`Emitter.across`)."""
+        aval = self.block.avals[o]
+        if aval.dtype == bool:
+            return Sends("all-reduce", 4 * aval.size)
+        if kind in ("max", "min") and not jnp.issubdtype(aval.dtype, jnp.complexfloating):
+            return Sends("all-reduce", nbytes(aval))
+        return Sends("all-gather", self.n * nbytes(aval))
 
     def _price(self, node: Node, ins: Sequence[Placement], factor: int, strategy: Strategy) -> tuple[float, int, int]:
         """Return the bytes that a device sends for a cut, and what decides among equals."""
         avals, link, run = self.block.avals, self.infer.link, strategy.run
         assert isinstance(run, Cut)
         moved = sum(self.infer.sent(p, to or REPLICATED, avals[i])
-                    for p, to, i in zip(ins, strategy.takes, node.ins, strict=True))  # fmt: skip
+                    for p, to, i in zip(ins, strategy.in_forms, node.ins, strict=True))  # fmt: skip
         if run.kind is None:
             return moved, 0, factor
         sent = link.sent("all-reduce", sum(nbytes(avals[o]) for o in node.outs))
         whole = sum(nbytes(avals[i]) for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split))
-        if run.split.stored and sent > moved + 2 * link.sent("all-gather", whole):
+        if run.split.of_state and sent > moved + 2 * link.sent("all-gather", whole):
             return math.inf, 1, factor  # gathering the stored operand is cheaper than reducing the result
         return moved + sent, 1, factor
 
@@ -264,7 +286,7 @@ _EFFECTS = {"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "IOEffect", 
 
 Special = Callable[[Walk, Node, Sequence[Placement]], Strategy | None]
 SPECIAL: dict[str, list[Special]] = {}  # rules of operations that need more than factors, which apply if all give None
-OFFERS: dict[str, list[Special]] = {}  # rules for options next to the default, with names; `options` decides
+ALTERNATIVES: dict[str, list[Special]] = {}  # rules for options next to the default, with names; `options` decides
 
 
 def _enter(table: dict[str, list[Special]], *names: str) -> Callable[[Special], Special]:
@@ -278,7 +300,7 @@ def _enter(table: dict[str, list[Special]], *names: str) -> Callable[[Special], 
     return enter
 
 
-special, offer = functools.partial(_enter, SPECIAL), functools.partial(_enter, OFFERS)
+special, alternative = functools.partial(_enter, SPECIAL), functools.partial(_enter, ALTERNATIVES)
 
 
 def refuse(node: Node, why: str) -> StepError:
@@ -286,6 +308,6 @@ def refuse(node: Node, why: str) -> StepError:
     return StepError(f"{node.name} at {node.line or 'an unknown line'}: {why}")
 
 
-def settled(placement: Placement) -> Placement:
+def resolved(placement: Placement) -> Placement:
     """Return the placement of a value passed into control flow: a deferred one is made whole."""
     return Replicated(placement.const) if isinstance(placement, Deferred) else placement

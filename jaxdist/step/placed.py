@@ -17,7 +17,7 @@ from jaxdist.placements.emit import Emitter, compressible, local_types
 from jaxdist.placements.layouts import Layout, sharding, spec
 from jaxdist.placements.offload import staged
 from jaxdist.placements.report import worth_splitting
-from jaxdist.placements.strategy import Placed
+from jaxdist.placements.strategy import Propagation
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tiles
 from jaxdist.step.batch import is_keys, unsplit
 from jaxdist.step.signature import Signature
@@ -90,7 +90,7 @@ class PlacedStep:
 
     @functools.cached_property
     @without_collections()
-    def emitted(self) -> tuple[ClosedJaxpr, Sequence[Placed]]:
+    def emitted(self) -> tuple[ClosedJaxpr, Sequence[Propagation]]:
         """The program of a device, and its placement over each axis (empty on one device)."""
         if self.mesh.size == 1:
             return staged(self.step.jaxpr, self.offloaded, ()), ()
@@ -101,30 +101,30 @@ class PlacedStep:
         fused = Fuse(self.bucket_bytes, self.axes, gathered_bytes, barriers=barriers)(closed)
         return staged(fused, self.offloaded, self.axes), placements
 
-    def place(self) -> tuple[ClosedJaxpr, list[Placed]]:
+    def place(self) -> tuple[ClosedJaxpr, list[Propagation]]:
         """Place and emit the step, over an axis of the mesh after the other.
 
         What is emitted for one axis is the program of a device along it, and the step that is placed over the next.
         """
         step, axes, closed = self.step, passes(self.run_mesh), self.step.jaxpr
         ins_by_axis = [
-            layout.placements(aval.shape, axes, stored=not is_batch) if layout else [REPLICATED] * len(axes)
+            layout.placements(aval.shape, axes, of_state=not is_batch) if layout else [REPLICATED] * len(axes)
             for is_batch, layout, aval in zip(self.signature.is_batch, self.layouts, self.avals, strict=True)
         ]
         outs_by_axis = [
             layout and layout.placements(aval.shape, axes)
             for layout, aval in zip(self.result_layouts, closed.out_avals, strict=True)
         ]
-        placements = list[Placed]()
+        placements = list[Propagation]()
         for k in range(len(axes)):
             is_last = k == len(axes) - 1
             infer = step.infer if is_last and step.infer.mesh == axes else step.infer.over(axes, k)
             block = infer.block(closed)
             block.outermost = True
             ins = [by_axis[k] for by_axis in ins_by_axis]
-            natural = infer.place(block, ins).given
+            natural = infer.place(block, ins).out_placements
             along_groups = placements and axes[k - 1].name == GROUP
-            outer = placements[-1].outs if along_groups else [None] * len(outs_by_axis)
+            outer = placements[-1].out_forms if along_groups else [None] * len(outs_by_axis)
             out_forms = [
                 form(by_axis[k]) if by_axis else _out_form(placement, over_groups, axes, k, source is not None)
                 for by_axis, placement, over_groups, source in zip(
@@ -141,8 +141,8 @@ class PlacedStep:
         """Return the specs of the arguments and of the results."""
         placements = self.emitted[1]
         axes = [placed.axis for placed in placements]
-        ins = zip(*(placed.ins for placed in placements), strict=True)
-        outs = zip(*(placed.outs for placed in placements), strict=True)
+        ins = zip(*(placed.in_forms for placed in placements), strict=True)
+        outs = zip(*(placed.out_forms for placed in placements), strict=True)
         return [_spec(axes, by_axis) for by_axis in ins], [_spec(axes, by_axis) for by_axis in outs]
 
     def result_shardings(self) -> list[NamedSharding] | None:
@@ -203,7 +203,7 @@ def _out_form(
 def _stays_split(split: Split, axes: Sequence[Axis], k: int) -> bool:
     """Check whether an aux value stays split over the `k`-th axis: devices divide it, or the step asked for shards."""
     axis = axes[k]
-    if split.stored:
+    if split.of_state:
         return axis.name == AXIS and split.requested and split.is_tile(axis.size)
     along = [axis] if axis.name == SEQUENCE else _of_data(axes)
     if axis not in along[:1] or split.size % math.prod(a.size for a in along):

@@ -134,7 +134,7 @@ class Program:
         innermost = passes(placed.run_mesh)[-1]
         layouts = [
             kept_like or layout_of(placement, innermost)
-            for kept_like, placement in zip(placed.result_layouts, placements[-1].outs, strict=True)
+            for kept_like, placement in zip(placed.result_layouts, placements[-1].out_forms, strict=True)
         ]
         self._padded_results = [(i, layout) for i, layout in enumerate(layouts) if layout and not layout.is_plain]
         return results(outs)
