@@ -17,6 +17,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxdist import compat
+from jaxdist.compilation.calling import AUTO
+from jaxdist.forecast.ahead import Ahead, Held
+from jaxdist.forecast.choice import Forecast, fastest, meshes
 from jaxdist.ir.wire import Collective
 from jaxdist.machine import VIRTUAL
 from jaxdist.mesh import AXIS, GROUP, Sizes, along_data, axes_of_groups, mesh_of, on_each_host
@@ -25,9 +28,7 @@ from jaxdist.planning import schedule
 from jaxdist.planning.footprint import readable
 from jaxdist.planning.report import Candidate, Plan, Traffic, duration, total_of
 from jaxdist.planning.topology import Topology, target
-from jaxdist.step.calling import AUTO
 from jaxdist.step.decorated import DataParallel
-from jaxdist.step.forecast import Ahead, Forecast, Held, fastest, meshes
 
 LEVELS = (0, 1, 2, 3)
 
@@ -98,7 +99,7 @@ class Elsewhere:
         return self._forecast.repeats
 
     def meshes(self) -> list[dict[str, int]]:
-        """Return the meshes to choose from (see `jaxdist.step.forecast.meshes`)."""
+        """Return the meshes to choose from (see `jaxdist.forecast.choice.meshes`)."""
         return list(meshes(self.topology.devices, self.topology.per_host, self._forecast.batch))
 
     @property
@@ -197,8 +198,8 @@ class Elsewhere:
             )
             if self.compiled_for == "cpu":
                 self.note("XLA for CPUs makes no such copies; temporaries are at least their size")
-        pairs = zip(written.arguments, self._forecast.leaves, strict=True)
-        parameters = sum(math.prod(jnp.shape(leaf)) for x, leaf in pairs if _kind(x) == "parameters")
+        pairs = zip(written.arguments, self._forecast.avals, strict=True)
+        parameters = sum(math.prod(aval.shape) for x, aval in pairs if _kind(x) == "parameters")
         batch = self._forecast.batch
         tokens = [x.size for x in batch if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.integer)]
         size = (tokens[0], "tokens") if tokens else (batch[0].shape[0] if batch else 0, "examples")

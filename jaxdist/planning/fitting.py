@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jaxdist.compilation.calling import AUTO
+from jaxdist.forecast.ahead import Ahead
+from jaxdist.forecast.choice import in_words, order
 from jaxdist.mesh import AXIS, Sizes
 from jaxdist.planning.elsewhere import LEVELS, Elsewhere
 from jaxdist.planning.footprint import readable
 from jaxdist.planning.report import FRACTION, STATE, Candidate, Plan, duration
-from jaxdist.step.calling import AUTO
-from jaxdist.step.forecast import Ahead, in_words, order
 
 _MOST = 10  # compilations, if there are several meshes
 _NAMED = 3  # candidates that a sentence names

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
-from jaxdist.step.signature import Leaf
+from jaxdist.compilation.signature import Leaf
 
 INDICES = (  # follows advice about `batch_argnums`: jaxdist cannot know which numbers are indices
     "A batch is the parts of all ranks, one after the other: positions within a part (the edges of a graph, say) need "
@@ -40,11 +39,6 @@ def batch_of(arguments: Sequence[Argument], returned: Collection[int] = ()) -> t
     if not candidates or candidates[-1] not in of_one_length:
         return tuple(candidates[-1:])
     return tuple(i for i in of_one_length if arguments[i].lengths == arguments[candidates[-1]].lengths)
-
-
-def is_keys(x: Leaf) -> bool:
-    """Check whether a leaf is a typed PRNG key, or an array of them."""
-    return jnp.issubdtype(getattr(x, "dtype", None) or type(x), jax.dtypes.prng_key)
 
 
 def sizes(leaves: Sequence[Leaf]) -> list[int | None]:

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from jaxdist.agreement.calls import Rows
 from jaxdist.agreement.ledger import Entry
 from jaxdist.compat import bits_of, sharding_of
+from jaxdist.compilation.program import Program, TraceSettings
+from jaxdist.compilation.signature import Constant, Leaf, Signature, is_keys, picker
 from jaxdist.ir.fingerprint import type_text
 from jaxdist.placements.layouts import Padded
-from jaxdist.step.batch import is_keys
 from jaxdist.step.donated import is_deleted
 from jaxdist.step.placer import Placer, TypeKey, type_key, without_aliases
-from jaxdist.step.program import Program, TraceSettings
-from jaxdist.step.signature import Constant, Leaf, Signature, picker
 
 _aval_of, _is_deleted = operator.attrgetter("aval"), operator.methodcaller("is_deleted")
 

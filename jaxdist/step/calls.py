@@ -18,6 +18,10 @@ from jaxdist.agreement.description import Description, list_ranks, unlike_the_ro
 from jaxdist.agreement.ledger import Entry, Ledger
 from jaxdist.agreement.meshes import connect
 from jaxdist.compat import trace_settings
+from jaxdist.compilation import finite, modules
+from jaxdist.compilation.calling import Settings
+from jaxdist.compilation.program import Pinned, Program, ProgramCache, TraceSettings
+from jaxdist.compilation.signature import Constant, Leaf, PyTree, Signature, Structure, flat
 from jaxdist.errors import in_words
 from jaxdist.ir.fingerprint import checksum, on_host, type_text
 from jaxdist.mesh import alike as same_rows_somewhere
@@ -25,16 +29,13 @@ from jaxdist.placements import report
 from jaxdist.placements.layouts import Layout, Padded, physical
 from jaxdist.runtime.compiler import settings as settings_of_jax
 from jaxdist.runtime.context import Context, divides, machine_of
-from jaxdist.step import batch, finite, modules
+from jaxdist.step import batch
 from jaxdist.step.cached_call import CachedCall
-from jaxdist.step.calling import Settings
 from jaxdist.step.donated import Donation, check_not_donated
 from jaxdist.step.donated import latest as latest_donations
 from jaxdist.step.placer import ELSEWHERE, CurrentLayout, Placer, spans, type_key
-from jaxdist.step.program import Pinned, Program, ProgramCache, TraceSettings
 from jaxdist.step.reading import Reader
-from jaxdist.step.signature import Constant, Leaf, PyTree, Signature, Structure, flat
-from jaxdist.step.tracing import say_once
+from jaxdist.text import say_once
 
 
 class Arguments(NamedTuple):
@@ -61,7 +62,7 @@ class Calls:
         self._entered = 0  # the last call that this rank has entered for good
         self._settings, self.context, self.mesh = settings, context, mesh
         self.placer = Placer(context, mesh, input_mesh)
-        self.cache = ProgramCache(settings, mesh, machine_of(mesh), self.placer, context.rules or context.communicator)
+        self.cache = ProgramCache(settings, mesh, machine_of(mesh), context.rules or context.communicator)
         self.reader = Reader(base, settings, self.placer, self.cache)
         self._ledger = context.only(Ledger)
         self._several = context.size > 1
@@ -169,6 +170,13 @@ class Calls:
         pairs = zip(signature.is_batch, signature.data(parted), signature.data(leaves), strict=True)
         return signature, [part if is_batch else x for is_batch, part, x in pairs]
 
+    def program(self, signature: Signature, data: Sequence[Leaf]) -> Program:
+        """The program for a call with these leaves."""
+        self.placer.check(signature, data)
+        layouts = [(i, self.placer.layout(data[i])) for i in signature.state]
+        in_shards = {i: layout for i, layout in layouts if isinstance(layout, Layout)}
+        return self.cache.program(signature, self.placer.types(signature, data), in_shards)
+
     def _rows(self, leaves: Sequence[Leaf], totals: Sequence[int | None] | None = None) -> Rows:
         """Return the rows of each leaf, of this rank and of all: `totals`, or as far as this rank knows."""
         here = tuple(map(self.placer.rows_if_part, leaves))
@@ -203,8 +211,7 @@ class Calls:
         key = signature, settings, *batch_types, *zip(state_types, layouts, strict=True)
         cached = self._cached.get(key)
         if cached is None:
-            self.placer.check(signature, data)
-            program, constants = self.cache.program(signature, data), self.reader.constants(tree, leaves)
+            program, constants = self.program(signature, data), self.reader.constants(tree, leaves)
             cached = self._new(signature, constants, settings, program, leaves, data, rows)
             self._cached[key] = cached
             self.announce(program)
@@ -262,7 +269,10 @@ class Calls:
             return
         if is_first and (text := program.placed.padding()):
             say_once(f"step {self.reader.name!r}: {text}")
-        if text := report.warning(placements) or (self._settings.batch_argnums is None and program.placed.unsplit()):
+        text = report.warning(placements)
+        if not text and self._settings.batch_argnums is None and (names := program.placed.unsplit()):
+            text = batch.unsplit(names, self.mesh.size, self.placer.process_count)
+        if text:
             self._warned = True  # and once of a step that is decorated anew, in a loop or for each trial
             say_once(f"step {self.reader.name!r}: {text}")
 

@@ -7,8 +7,8 @@ from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 from jax.sharding import Mesh
 
 from jaxdist.compat import is_pmapped
+from jaxdist.compilation.calling import AUTO, COMPRESSIONS, AnyMesh, Batch, Calling, Compression, Layouts, Settings
 from jaxdist.mesh import AXIS, Sizes
-from jaxdist.step.calling import AUTO, COMPRESSIONS, AnyMesh, Batch, Calling, Compression, Layouts, Settings
 from jaxdist.step.decorated import DataParallel, decorated_with
 
 P = ParamSpec("P")

@@ -12,22 +12,23 @@ from jax.sharding import Mesh
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.compat import under_no_mesh
+from jaxdist.compilation import modules
+from jaxdist.compilation.calling import AUTO, AnyMesh, Settings
+from jaxdist.compilation.program import Pinned, Program
+from jaxdist.compilation.signature import Leaf, PyTree, Signature, flat
+from jaxdist.compilation.tracing import is_traced
 from jaxdist.errors import StepError
+from jaxdist.forecast.choice import ChosenMesh, Forecast, choose, in_words
 from jaxdist.ir.primitives import plain_p
 from jaxdist.ir.trace import inside_step, with_axis
 from jaxdist.machine import Machine
 from jaxdist.mesh import mesh_of
 from jaxdist.runtime.context import Context, get_context, machine_of
-from jaxdist.step import modules
-from jaxdist.step.calling import AUTO, AnyMesh, Settings
+from jaxdist.step import batch
 from jaxdist.step.calls import Arguments, Calls
 from jaxdist.step.donated import check_not_donated
-from jaxdist.step.forecast import ChosenMesh, Forecast, choose, in_words
-from jaxdist.step.placer import on_one_device
-from jaxdist.step.program import Pinned, Program
-from jaxdist.step.signature import Leaf, PyTree, Signature, flat
+from jaxdist.step.placer import abstract, on_one_device, sharding_over_any
 from jaxdist.step.stages import Lowered, Traced
-from jaxdist.step.tracing import is_traced
 from jaxdist.text import name_of
 from jaxdist.tracebacks import api_boundary
 
@@ -139,8 +140,7 @@ class DataParallel(Generic[P, R]):
         """Return the program for these arguments, not compiled. Nothing is sent."""
         calls = self._calls(args, kwargs)
         signature, leaves = self._read(calls, args, kwargs)
-        calls.placer.check(signature, leaves)
-        return calls.cache.program(signature, leaves)
+        return calls.program(signature, leaves)
 
     def _read(
         self, calls: Calls, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
@@ -185,10 +185,12 @@ class DataParallel(Generic[P, R]):
             return other.forecast(mesh, machine, args, kwargs, parts)
         calls = self._calls(args, kwargs)
         signature, leaves = self._read(calls, args, kwargs)
-        if parts:
-            logical = calls.placer.logical_batch
-            leaves = [logical(x) if b else x for x, b in zip(leaves, signature.is_batch, strict=True)]
-        return Forecast(self._settings, calls.cache, signature, leaves, mesh, machine)
+        logical = calls.placer.logical_batch if parts else abstract
+        avals = [logical(x) if b else abstract(x) for x, b in zip(leaves, signature.is_batch, strict=True)]
+        for i in signature.batch:
+            batch.check(signature.names[i], avals[i])
+        shardings = {i: sharding for i in signature.state if (sharding := sharding_over_any(leaves[i])) is not None}
+        return Forecast(self._settings, calls.cache, signature, avals, shardings, mesh, machine)
 
 
 def decorated_with(settings: Settings) -> DataParallel:

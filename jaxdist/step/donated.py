@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import jax
 
+from jaxdist.compilation.calling import Calling
+from jaxdist.compilation.signature import Leaf, PyTree, leaf_name
 from jaxdist.errors import DonatedError
 from jaxdist.placements.layouts import physical
-from jaxdist.step.calling import Calling
-from jaxdist.step.signature import Leaf, PyTree, leaf_name
 
 
 class Donation(NamedTuple):

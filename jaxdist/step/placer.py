@@ -14,12 +14,12 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jaxdist import compat
 from jaxdist.agreement.calls import Rows
 from jaxdist.agreement.description import grouped, listed
+from jaxdist.compilation.signature import NUMBERS, Leaf, Signature, is_array, is_keys
 from jaxdist.mesh import AXIS, GROUP, NAMES, by_rank, data_size, from_host, in_a_row, parts_of_batch, rows_by_rank
 from jaxdist.placements.layouts import HOST, Cut, Layout, Padded, copied, layout, of_batch, on_host, physical, sharding
 from jaxdist.placements.values import is_narrow
 from jaxdist.runtime.context import Context
 from jaxdist.step import batch
-from jaxdist.step.signature import NUMBERS, Leaf, Signature, is_array
 
 
 class Elsewhere(enum.Enum):
@@ -121,8 +121,8 @@ class Placer:
             self._check_rows(name, x)
 
     def _check_state(self, name: str, x: Leaf) -> None:
-        current = getattr(physical(x), "sharding", None)
-        if not isinstance(current, NamedSharding) or current.is_fully_replicated:
+        current = sharding_over_any(x)
+        if current is None:
             return
         if in_a_row(current.mesh) != self.mesh and current.device_set != set(self.mesh.devices.flat):
             raise ValueError(
@@ -149,7 +149,7 @@ class Placer:
         weak = [getattr(x, "weak_type", False) for x in leaves]
         leaves = without_aliases(leaves) if self.mesh.size == 1 else leaves
         # Keys travel as their bits: neither NumPy nor the control channel has a type for them.
-        keys = {i: jax.random.key_impl(x) for i, x in enumerate(leaves) if batch.is_keys(x)}
+        keys = {i: jax.random.key_impl(x) for i, x in enumerate(leaves) if is_keys(x)}
         leaves = [jax.random.key_data(x) if i in keys else x for i, x in enumerate(leaves)]
         if self.process_count > 1:
             spanning = [spans(physical(x)) for x in leaves]
@@ -215,7 +215,7 @@ class Placer:
         if spans(array):
             is_there = array.sharding == target_sharding and array.shape == target.physical(x.shape)
             return array if is_there else _mover(target_sharding, target, x.shape)(array)
-        if batch.is_keys(x):
+        if is_keys(x):
             data = self._shard(jax.random.key_data(x), target, target_sharding, total)
             return jax.random.wrap_key_data(data, impl=str(jax.random.key_impl(x)))
         rows_per_part = -(-total // self.parts.count)
@@ -242,6 +242,15 @@ class Placer:
             rows = x.shape[0] if is_global else self.parts.rows_of_all(aval.shape[0])
         weak = self.process_count == 1 and type(x) is not Padded and aval.weak_type
         return jax.ShapeDtypeStruct((rows, *x.shape[1:]), aval.dtype, weak_type=weak)
+
+    def types(self, signature: Signature, leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
+        """Return the types of a call's leaves as the step sees them: the batch has the examples of all ranks."""
+        pairs = zip(leaves, signature.is_batch, strict=True)
+        types = [self.logical_batch(x) if is_batch else abstract(x) for x, is_batch in pairs]
+        for name, aval in zip(signature.names, types, strict=True):
+            if jax.dtypes.canonicalize_dtype(aval.dtype, allow_extended_dtype=True) != aval.dtype:
+                raise TypeError(f"leaf {name} is {aval.dtype}, and jax_enable_x64 is off: set it, or cast the leaf")
+        return types
 
     def rows_if_part(self, x: Leaf) -> int | None:
         """Return the rows of a leaf that may be this process's part of a batch; None of others."""
@@ -396,15 +405,15 @@ def on_one_device(x: Leaf) -> Leaf:
     """Return a leaf as an array on one device; numbers and leaves that are not arrays stay unchanged."""
     if isinstance(x, NUMBERS) or not is_array(x):
         return x
-    if batch.is_keys(x):
+    if is_keys(x):
         return jax.random.wrap_key_data(on_one_device(jax.random.key_data(x)), impl=jax.random.key_impl(x))
     return jnp.asarray(np.asarray(x))
 
 
-def in_shards(x: Leaf) -> bool:
-    """Check whether a leaf is sharded, over any devices."""
-    current = getattr(x, "sharding", None)
-    return type(x) is Padded or (isinstance(current, NamedSharding) and not current.is_fully_replicated)
+def sharding_over_any(x: Leaf) -> NamedSharding | None:
+    """Return the sharding of a leaf that is in shards, over any devices; None for other leaves."""
+    current = getattr(physical(x), "sharding", None)
+    return current if isinstance(current, NamedSharding) and not current.is_fully_replicated else None
 
 
 def _to_host(x: Leaf) -> Leaf:

@@ -9,14 +9,9 @@ import jax
 import numpy as np
 
 from jaxdist.agreement.description import list_ranks, unlike_the_root
-from jaxdist.errors import in_words
-from jaxdist.mesh import AXIS
-from jaxdist.placements.layouts import Layout, Padded, of_batch, physical
-from jaxdist.step import batch
-from jaxdist.step.calling import Settings
-from jaxdist.step.placer import Placer, spans
-from jaxdist.step.program import ProgramCache
-from jaxdist.step.signature import (
+from jaxdist.compilation.calling import Settings
+from jaxdist.compilation.program import ProgramCache
+from jaxdist.compilation.signature import (
     NUMBERS,
     Constant,
     Leaf,
@@ -25,9 +20,15 @@ from jaxdist.step.signature import (
     Structure,
     constant_text,
     is_array,
+    is_keys,
     leaf_name,
     with_constants,
-)  # fmt: skip
+)
+from jaxdist.errors import in_words
+from jaxdist.mesh import AXIS
+from jaxdist.placements.layouts import Layout, Padded, of_batch, physical
+from jaxdist.step import batch
+from jaxdist.step.placer import Placer, spans
 from jaxdist.text import name_of
 
 _log = logging.getLogger("jaxdist")
@@ -141,12 +142,12 @@ class Reader:
 
     def _returned(self, signature: Signature, leaves: Sequence[Leaf]) -> list[int]:
         """Return the arguments that part of the step's result looks like, if the call is read so."""
-        types = self._cache.types(signature, leaves)
+        types = self._placer.types(signature, leaves)
         return self._cache.jaxpr(signature, types).returned(signature.arguments, types)
 
     def _error_if_read(self, signature: Signature, leaves: Sequence[Leaf], batch_factor: int = 1) -> Exception | None:
         """Return the error of the step if it is traced so, with a batch that many times as long, or None."""
-        types = self._cache.types(signature, leaves)
+        types = self._placer.types(signature, leaves)
         for i in signature.batch if batch_factor > 1 else ():
             shape = types[i].shape
             types[i] = types[i].update(shape=(shape[0] * batch_factor, *shape[1:]))
@@ -162,7 +163,7 @@ class Reader:
             return batch.Argument(frozenset())
         entries = [x for x, n in zip(leaves, batch.sizes(leaves), strict=True) if n is not None]
         lengths = frozenset(self._placer.logical_batch(x).shape[0] for x in entries)  # of all ranks together
-        return batch.Argument(lengths, all(map(batch.is_keys, entries)))
+        return batch.Argument(lengths, all(map(is_keys, entries)))
 
     def _is_state(self, x: Leaf) -> bool:
         """Check whether an earlier step, `restore` or `shard` made a leaf that is not split over the batch."""
@@ -246,7 +247,7 @@ class Reader:
         without = signature.with_batch([i for i in signature.batch if i not in group])
         if self._error_if_read(without, leaves) is not None:
             return False
-        step = self._cache.jaxpr(without, self._cache.types(without, leaves)).jaxpr.jaxpr
+        step = self._cache.jaxpr(without, self._placer.types(without, leaves)).jaxpr.jaxpr
         used = {id(v) for v in (*step.outvars, *(v for eqn in step.eqns for v in eqn.invars))}
         return any(id(step.invars[i]) in used for i in group)
 
@@ -309,11 +310,11 @@ def _with_entries(positions: Sequence[int], leaves: Sequence[Leaf]) -> list[int]
     """Those of the leaves of a part of an argument that have an entry for each example."""
     # A leaf that is named alone is the batch, whatever it looks like.
     sizes = [None] if len(positions) == 1 else batch.sizes([leaves[i] for i in positions])
-    keys = [batch.is_keys(leaves[i]) for i in positions]
-    lengths = {n for n, is_keys in zip(sizes, keys, strict=True) if not is_keys}
+    keys = [is_keys(leaves[i]) for i in positions]
+    lengths = {n for n, key in zip(sizes, keys, strict=True) if not key}
     return [
-        i for i, n, is_keys in zip(positions, sizes, keys, strict=True)
-        if n is not None and (not is_keys or n in lengths)
+        i for i, n, key in zip(positions, sizes, keys, strict=True)
+        if n is not None and (not key or n in lengths)
     ]  # fmt: skip
 
 
@@ -338,4 +339,4 @@ def _is_in(name: str, part: str) -> bool:
 
 
 def _rows_are_equal(x: Leaf) -> bool:
-    return not batch.is_keys(x) and bool((np.asarray(x) == np.asarray(x)[:1]).all())
+    return not is_keys(x) and bool((np.asarray(x) == np.asarray(x)[:1]).all())

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jaxdist.step import modules
-from jaxdist.step.program import CompilerOptions, Pinned, Program
-from jaxdist.step.signature import Leaf, PyTree, TreeDef, is_constant, structure_of_values, unflattener
-from jaxdist.step.tracing import is_traced
+from jaxdist.compilation import modules
+from jaxdist.compilation.program import CompilerOptions, Pinned, Program
+from jaxdist.compilation.signature import Leaf, PyTree, TreeDef, is_constant, structure_of_values, unflattener
+from jaxdist.compilation.tracing import is_traced
 from jaxdist.tracebacks import api_boundary
 
 P = ParamSpec("P")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import PyTreeDef, default_registry
 
@@ -72,6 +73,11 @@ class Static:
 def is_array(leaf: Leaf) -> bool:
     """Check whether a leaf of the arguments is data, as opposed to a constant of the program."""
     return isinstance(leaf, _DATA) or hasattr(leaf, "__array__")
+
+
+def is_keys(x: Leaf) -> bool:
+    """Check whether a leaf is a typed PRNG key, or an array of them."""
+    return jnp.issubdtype(getattr(x, "dtype", None) or type(x), jax.dtypes.prng_key)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
+from jaxdist.compilation.calling import apply
+from jaxdist.compilation.signature import PyTree, TreeDef
 from jaxdist.errors import StepError
-from jaxdist.step.calling import apply
-from jaxdist.step.signature import PyTree, TreeDef
 
 if TYPE_CHECKING:
     from flax import nnx

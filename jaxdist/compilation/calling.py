@@ -8,8 +8,8 @@ from typing import Literal
 
 from jax.sharding import Mesh
 
+from jaxdist.compilation.signature import Leaf, PyTree, Static
 from jaxdist.mesh import Sizes
-from jaxdist.step.signature import Leaf, PyTree, Static
 
 
 class Calling:

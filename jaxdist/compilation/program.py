@@ -13,17 +13,16 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import compat
 from jaxdist.agreement.calls import Traced
 from jaxdist.communicators import Rules, compiler_options, default_bucket_bytes, lowering
+from jaxdist.compilation.callbacks import Callbacks
+from jaxdist.compilation.calling import COMPRESSIONS, Settings
+from jaxdist.compilation.placed import PlacedStep
+from jaxdist.compilation.signature import Leaf, PyTree, Signature, picker, unflattener
+from jaxdist.compilation.tracing import StepJaxpr, TracedStep, jaxpr_of, traced
 from jaxdist.ir.fingerprint import dataflow
 from jaxdist.ir.interpreter import Interpreter, contains
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, MODEL, data_size, passes
 from jaxdist.placements.layouts import HOST, Layout, Padded, check_host_memory, layout_of, of_batch, on_host
-from jaxdist.step.callbacks import Callbacks
-from jaxdist.step.calling import COMPRESSIONS, Settings
-from jaxdist.step.placed import PlacedStep
-from jaxdist.step.placer import Placer, abstract
-from jaxdist.step.signature import Leaf, PyTree, Signature, picker, unflattener
-from jaxdist.step.tracing import StepJaxpr, TracedStep, jaxpr_of, traced
 
 # Calls after which a program waits for its results on virtual devices. XLA starts programs on the threads that run
 # them. Once 32 (of all programs) are under way on a device, it waits there for one to end, which has no thread to run
@@ -150,8 +149,8 @@ class Pinned(NamedTuple):
 class ProgramCache:
     """The programs of one step."""
 
-    def __init__(self, settings: Settings, mesh: Mesh, machine: Machine, placer: Placer, communicator: str | Rules):
-        self._settings, self._mesh, self._placer, self._machine = settings, mesh, placer, machine
+    def __init__(self, settings: Settings, mesh: Mesh, machine: Machine, communicator: str | Rules):
+        self._settings, self._mesh, self._machine = settings, mesh, machine
         self._communicator = communicator
         self._jaxprs: dict[Hashable, StepJaxpr] = {}
         self._traces: dict[Hashable, TracedStep] = {}
@@ -173,30 +172,24 @@ class ProgramCache:
         self._traces.clear()
         self._programs.clear()
 
-    def types(self, signature: Signature, leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
-        """Return the types of a call's leaves as the step sees them: the batch has the examples of all ranks."""
-        logical = self._placer.logical_batch
-        types = [logical(x) if b else abstract(x) for x, b in zip(leaves, signature.is_batch, strict=True)]
-        for name, dtype in zip(signature.names, (x.dtype for x in types), strict=True):
-            if jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True) != dtype:
-                raise TypeError(f"leaf {name} is {dtype}, and jax_enable_x64 is off: set it, or cast the leaf")
-        return types
+    def program(
+        self, signature: Signature, types: Sequence[jax.ShapeDtypeStruct], current: Mapping[int, Layout]
+    ) -> Program:
+        """The program for leaves of these types: state that is in shards stays so, other state as the step wants it.
 
-    def program(self, signature: Signature, leaves: Sequence[Leaf]) -> Program:
-        """The program for leaves that come like these: where they are in shards, or else as the step wants them."""
-        trace = self.traced(signature, leaves)
+        `current` has the layout of each leaf of the state that is in shards on the mesh.
+        """
+        trace = self._traced(signature, types, current)
         layouts: list[Layout | None] = list(trace.layouts)
         groups = trace.groups
-        for i in signature.state:
-            current, preferred = self._placer.layout(leaves[i]), layouts[i]
-            cut = current.by(AXIS) if isinstance(current, Layout) else None
+        for i, layout in current.items():
+            cut, preferred = layout.by(AXIS), layouts[i]
             groups_of_leaf = data_size(self._mesh) // cut.parts if cut else 1
             groups = groups_of_leaf if groups == 1 else groups
-            if isinstance(current, Layout) and groups_of_leaf in (1, groups):  # one step has groups of one size
-                layouts[i] = on_host(current, (), 0) if preferred and preferred.host else current
+            if groups_of_leaf in (1, groups):  # one step has groups of one size
+                layouts[i] = on_host(layout, (), 0) if preferred and preferred.host else layout
         key = (trace, *layouts)
         if key not in self._programs:
-            types = self.types(signature, leaves)
             self._programs[key] = self.make(trace, signature, types, layouts, self._mesh, self._communicator)
         return self._programs[key]
 
@@ -213,16 +206,14 @@ class ProgramCache:
             self._jaxprs[(key, mesh) if contains(step.jaxpr.jaxpr, [compat.shard_map_p]) else key] = step
         return step
 
-    def traced(self, signature: Signature, leaves: Sequence[Leaf]) -> TracedStep:
-        """Return the step traced for a call with these leaves, analyzed."""
-        types = self.types(signature, leaves)
+    def _traced(
+        self, signature: Signature, types: Sequence[jax.ShapeDtypeStruct], current: Mapping[int, Layout]
+    ) -> TracedStep:
+        """Return the step traced for leaves of these types, analyzed."""
         step = self.jaxpr(signature, types)
         layouts, key, model_dims = self._settings.layouts, (signature, id(step), False), dict[int, int]()
         if layouts is None and self._mesh.shape.get(MODEL, 1) > 1:
-            current = [(i, self._placer.layout(leaves[i])) for i in signature.state]
-            model_dims = {
-                i: cut.dim for i, layout in current if isinstance(layout, Layout) and (cut := layout.by(MODEL))
-            }
+            model_dims = {i: cut.dim for i, layout in current.items() if (cut := layout.by(MODEL))}
         # The cuts of leaves that come cut are not searched for; where nothing comes cut, what was found so serves too.
         if model_dims and key not in self._traces:
             key = (signature, id(step), True)

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,18 +14,9 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from jaxdist.compat import trace_state_clean
-from jaxdist.ir.trace import inside_step, stepping, trace
-from jaxdist.machine import Machine
-from jaxdist.mesh import AXIS, MODEL, along_data, data_size, in_groups, passes
-from jaxdist.placements.infer import Infer
-from jaxdist.placements.layouts import Cut, Layout, choose, layout, on_host
-from jaxdist.placements.marks import Marks, group, marks
-from jaxdist.placements.owners import way
-from jaxdist.placements.search import search
-from jaxdist.runtime.context import get_context
-from jaxdist.step import finite, modules
-from jaxdist.step.calling import Layouts
-from jaxdist.step.signature import (
+from jaxdist.compilation import finite, modules
+from jaxdist.compilation.calling import Layouts
+from jaxdist.compilation.signature import (
     NUMBERS,
     ArgumentLeaves,
     Leaf,
@@ -40,10 +30,17 @@ from jaxdist.step.signature import (
     match,
     unflattener,
     with_constants,
-)  # fmt: skip
-from jaxdist.text import name_of
-
-_log = logging.getLogger("jaxdist")
+)
+from jaxdist.ir.trace import inside_step, stepping, trace
+from jaxdist.machine import Machine
+from jaxdist.mesh import AXIS, MODEL, along_data, data_size, in_groups, passes
+from jaxdist.placements.infer import Infer
+from jaxdist.placements.layouts import Cut, Layout, choose, layout, on_host
+from jaxdist.placements.marks import Marks, group, marks
+from jaxdist.placements.owners import way
+from jaxdist.placements.search import search
+from jaxdist.runtime.context import get_context
+from jaxdist.text import name_of, say_once
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +49,7 @@ class StepJaxpr:
 
     jaxpr: ClosedJaxpr  # its outputs are the leaves of the result; then, if there are findings, one more with them
     tree: TreeDef  # of the result
-    checked: tuple[str, ...]  # what the findings are about (see `jaxdist.step.finite`)
+    checked: tuple[str, ...]  # what the findings are about (see `jaxdist.compilation.finite`)
 
     def match(self, arguments: Sequence[ArgumentLeaves], avals: Sequence[Type]) -> Match:
         """What the result has of these arguments, whose leaves have these types."""
@@ -221,12 +218,6 @@ def _arguments(signature: Signature, types: Sequence[jax.ShapeDtypeStruct]) -> l
         )
         for argument in signature.arguments
     ]  # fmt: skip
-
-
-@functools.cache
-def say_once(text: str) -> None:
-    """Warn, if it was not said before."""
-    _log.warning("%s", text)
 
 
 def is_traced(args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> bool:

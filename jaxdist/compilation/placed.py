@@ -11,6 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.communicators import Rules
+from jaxdist.compilation.signature import Signature, is_keys
+from jaxdist.compilation.tracing import TracedStep, without_collections
 from jaxdist.mesh import AXIS, GROUP, MODEL, SEQUENCE, Axis, axes_of_mesh, data_size, in_groups, passes
 from jaxdist.placements.buckets import Fuse
 from jaxdist.placements.emit import Emitter, compressible, local_types
@@ -19,9 +21,6 @@ from jaxdist.placements.offload import staged
 from jaxdist.placements.report import worth_splitting
 from jaxdist.placements.strategy import Propagation
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tiles
-from jaxdist.step.batch import is_keys, unsplit
-from jaxdist.step.signature import Signature
-from jaxdist.step.tracing import TracedStep, without_collections
 
 _GATHERED_AT_ONCE = 64  # at most this fraction of the sharded state (1 / 64), to send fewer messages
 
@@ -175,16 +174,14 @@ class PlacedStep:
         plural = "s" * (rows > 1)
         return f"{rows} row{plural} over {devices} devices: {pad} of {rows + pad} computed rows are padding"
 
-    def unsplit(self) -> str:
-        """Return a hint for a step without a batch that has an argument worth splitting, or ""."""
+    def unsplit(self) -> list[str]:
+        """The arguments worth splitting of a step without a batch."""
         names = [
             argument.name for argument in self.signature.arguments
             if self.unreturned.issuperset(argument.positions)
             and any(self.avals[i].shape and not is_keys(self.avals[i]) for i in argument.positions)
         ]  # fmt: skip
-        if not names or not any(map(worth_splitting, self.emitted[1])):
-            return ""
-        return unsplit(names, self.mesh.size, len({d.process_index for d in self.mesh.devices.flat}))
+        return names if any(map(worth_splitting, self.emitted[1])) else []
 
 
 def _out_form(

@@ -15,12 +15,12 @@ from jax.extend.core import get_opaque_trace_state
 from jax.sharding import Mesh
 
 from jaxdist.agreement.description import list_ranks
+from jaxdist.compilation.signature import Leaf, PyTree
 from jaxdist.errors import StepError
 from jaxdist.ir.primitives import count_p
 from jaxdist.ir.primitives import counts as counts_of
 from jaxdist.ir.trace import current_step
 from jaxdist.mesh import NAMES
-from jaxdist.step.signature import Leaf, PyTree
 
 Tree = TypeVar("Tree")
 
