@@ -13,7 +13,8 @@ from jaxdist.compilation.signature import Constant, Leaf, Signature, is_keys, pi
 from jaxdist.ir.fingerprint import type_text
 from jaxdist.placements.layouts import Padded
 from jaxdist.step.donated import is_deleted
-from jaxdist.step.placer import Placer, TypeKey, type_key, without_aliases
+from jaxdist.step.leaves import TypeKey, type_key
+from jaxdist.step.placer import Placer, without_aliases
 
 _aval_of, _is_deleted = operator.attrgetter("aval"), operator.methodcaller("is_deleted")
 

@@ -2,14 +2,12 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import logging
 from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxdist.agreement import sync
@@ -23,18 +21,19 @@ from jaxdist.compilation.calling import Settings
 from jaxdist.compilation.program import Pinned, Program, ProgramCache, TraceSettings
 from jaxdist.compilation.signature import Constant, Leaf, PyTree, Signature, Structure, flat
 from jaxdist.errors import in_words
-from jaxdist.ir.fingerprint import checksum, on_host, type_text
 from jaxdist.mesh import alike as same_rows_somewhere
 from jaxdist.placements import report
-from jaxdist.placements.layouts import Layout, Padded, physical
-from jaxdist.runtime.compiler import settings as settings_of_jax
+from jaxdist.placements.layouts import Layout, physical
 from jaxdist.runtime.context import Context, divides, machine_of
 from jaxdist.step import batch
 from jaxdist.step.cached_call import CachedCall
 from jaxdist.step.donated import Donation, check_not_donated
 from jaxdist.step.donated import latest as latest_donations
-from jaxdist.step.placer import ELSEWHERE, CurrentLayout, Placer, spans, type_key
+from jaxdist.step.leaves import spans, type_key
+from jaxdist.step.placer import CurrentLayout, Placer
 from jaxdist.step.reading import Reader
+from jaxdist.step.records import Entries, checksum_of, entries_of, ledger_entry
+from jaxdist.step.values import DifferingRanks, ValueCheck
 from jaxdist.text import say_once
 
 
@@ -46,8 +45,6 @@ class Arguments(NamedTuple):
     leaves: Sequence[Leaf]  # of `args`
     tree: Structure
 
-
-DifferingRanks = dict[int, list[int]]  # for each leaf that is not the same on all ranks, which ranks differ from rank 0
 
 _log = logging.getLogger("jaxdist")
 _names: "dict[str, itertools.count[int]]" = {}
@@ -64,6 +61,7 @@ class Calls:
         self.placer = Placer(context, mesh, input_mesh)
         self.cache = ProgramCache(settings, mesh, machine_of(mesh), context.rules or context.communicator)
         self.reader = Reader(base, settings, self.placer, self.cache)
+        self._values = ValueCheck(base, settings, self.placer, self.cache, self.reader)
         self._ledger = context.only(Ledger)
         self._several = context.size > 1
         self._latest: dict[Structure, CachedCall] = {}  # the first to try: loops repeat a call
@@ -237,7 +235,10 @@ class Calls:
             program.placed.avals[i].shape[0] for i in signature.batch
             if rows.own[positions[i]] is not None and getattr(leaves[positions[i]], "total", None) is None
         }  # fmt: skip
-        entry = self._entry(signature, data, program)
+        entry = Entry(b"", "")
+        if self._several:
+            entries = self._entries(signature, data, program.placed.layouts)
+            entry = ledger_entry(self.name, signature, data, entries, program, self.placer)
         return CachedCall(program, constants, settings, positions, batch_types, unmarked_rows, entry)
 
     def _compared_and_placed(
@@ -278,6 +279,9 @@ class Calls:
 
     # --- between ranks
 
+    def _entries(self, signature: Signature, data: Sequence[Leaf], layouts: Sequence[CurrentLayout]) -> Entries:
+        return entries_of(signature, data, layouts, self._settings, self.cache.looked_for, self.placer)
+
     @property
     def _with_bits(self) -> bool:
         """Check whether this call compares the copies of state, which code of some ranks may have changed."""
@@ -286,35 +290,6 @@ class Calls:
     @property
     def _tag(self) -> str:
         return f"call {self._ledger.count + 1} of the job"
-
-    def _entries(
-        self, signature: Signature, data: Sequence[Leaf], layouts: Sequence[CurrentLayout]
-    ) -> list[tuple[str, str]]:
-        """Return the properties of a call with these leaves, kept so, that must be the same on all ranks."""
-        entries = [*self._settings.entries(), *((f"constant {name}", value) for name, value in signature.constants)]
-        entries += [(f"setting {name}", value) for name, value in settings_of_jax().items()]
-        entries.append(("setting for NaN and infinity", str(self.cache.looked_for)))
-        for name, is_batch, x, layout in zip(signature.names, signature.is_batch, data, layouts, strict=True):
-            if is_batch:
-                entries.append((f"leaf {name}", f"{_type_of(x, self.placer.logical_batch(x).shape)} (batch)"))
-            else:
-                entries.append((f"leaf {name}", f"{_type_of(x, np.shape(x))} (state{_where(layout)})"))
-        return entries
-
-    def _entry(self, signature: Signature, data: Sequence[Leaf], program: Program) -> Entry:
-        """Return the ledger's entry for a call with these leaves once they are on the mesh."""
-        if not self._several:
-            return Entry(b"", "")
-        compared = self.name, self._entries(signature, data, program.placed.layouts), program.traced.digest
-        digest = hashlib.blake2b(repr(compared).encode(), digest_size=16).digest()
-        logical = self.placer.logical_batch
-        shown = [f"{signature.names[i]} {_type_of(data[i], logical(data[i]).shape)}" for i in signature.batch[:4]]
-        text = f"step {self.name!r}" + (f" with a batch of {', '.join(shown)}" if shown else "")
-        if signature.constants:  # the difference must show here
-            values = ", ".join(f"{name}={value}" for name, value in signature.constants)
-            short = hashlib.sha256(values.encode()).hexdigest()[:8]
-            text += f" and {values}" if len(values) < 200 else f" and constants (digest {short})"
-        return Entry(digest, text)
 
     def _compare(
         self,
@@ -328,9 +303,9 @@ class Calls:
         signature, context = cached.signature, self.context
         rows = rows or cached.rows(leaves, self.placer)
         data = signature.data(self.placer.parted(leaves, rows))
-        entries = tuple(self._entries(signature, data, list(map(self.placer.layout, data))))
-        about = Description(f"step {self.name!r}, call {self.number}", entries)
-        checksums = [_checksum(x, self.placer, is_new or i in misplaced, self._with_bits) for i, x in enumerate(data)]
+        entries = self._entries(signature, data, list(map(self.placer.layout, data)))
+        about = Description(f"step {self.name!r}, call {self.number}", tuple(entries))
+        checksums = [checksum_of(x, self.placer, is_new or i in misplaced, self._with_bits) for i, x in enumerate(data)]
         program, readers = cached.program.traced, self.placer.parts.readers
         by_rank = agree(context, self._tag, about, cached.entry.text, program, checksums, rows, readers)
         self._compared.add(cached.entry.digest)
@@ -346,7 +321,7 @@ class Calls:
                 f"rank {list_ranks(differs[copies[0]])} do not hold the same. {CHANGED}"
             )
         if is_new:
-            confirmed = self.reader.check(signature, data, by_rank, differs)
+            confirmed = self._values.check(signature, data, by_rank, differs)
             (self._unconfirmed.discard if confirmed else self._unconfirmed.add)(signature)
         return differs
 
@@ -369,61 +344,9 @@ class Calls:
         # Shards move between memories without a broadcast.
         broadcast = [i for i in misplaced if not isinstance(self.placer.layout(data[i]), Layout)]
         differs = {i: differs[i] for i in broadcast if i in differs and not spans(physical(data[i]))}
-        self._say_differs(cached, data, differs)
+        self._values.check_state(self.name, cached.program.placed, data, differs)
         placed = self.placer.place_state([data[i] for i in misplaced], [layouts[i] for i in misplaced])
         out = list(leaves)
         for i, x in zip(misplaced, placed, strict=True):
             out[cached.data_positions[i]] = x
         return out
-
-    def _say_differs(self, cached: CachedCall, data: Sequence[Leaf], differs: DifferingRanks) -> None:
-        """Rank 0's state is used on all ranks. State that is only read must not differ; for other state, warn."""
-        placed, names = cached.program.placed, cached.signature.names
-        must_be_equal = set(placed.unreturned)
-        for argument in cached.signature.arguments if self._settings.batch_argnums is None else ():
-            sizes = batch.sizes([data[i] for i in argument.positions])
-            if len(set(sizes) - {None}) == 1:  # it could as well be the batch
-                must_be_equal.update(argument.positions)
-        for i in sorted(must_be_equal.intersection(differs)):
-            raise ValueError(
-                f"step {self.name!r}: state leaf {names[i]} is not the same on rank 0 and rank "
-                f"{list_ranks(differs[i])}. If each rank has its own part of it, it belongs to the batch: name its "
-                "argument in batch_argnums. If the ranks should have the same (a number, or a key, from which each "
-                "example gets numbers of its own), pass it, or decorate the step that made it with "
-                f"jaxdist.data_parallel. {batch.INDICES}"
-            )
-        differ = sorted(differs)
-        if differ and self.context.is_root:
-            also = f" (and {len(differ) - 1} other leaves)" if len(differ) > 1 else ""
-            _log.warning(
-                "step %r: state leaf %s%s is not the same on rank 0 and rank %s: all continue with rank 0's value",
-                self.name, names[differ[0]], also, list_ranks(differs[differ[0]]),
-            )  # fmt: skip
-
-
-def _where(layout: CurrentLayout) -> str:
-    """The place of a leaf of the state, in words."""
-    if layout is ELSEWHERE:
-        return ""
-    if layout is None:
-        return ", on the mesh"
-    return f", in shards along axis {layout.dims}" + (" in the host's memory" if layout.host else "")
-
-
-def _type_of(x: Leaf, shape: tuple[int, ...]) -> str:
-    if not hasattr(x, "dtype"):
-        return type_text(type(x).__name__, shape)
-    # With jax_enable_x64 on one rank alone, NumPy's float64 differs between ranks.
-    return type_text(jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True), shape)
-
-
-def _checksum(x: Leaf, placer: Placer, local: bool, copies: bool) -> int | None:
-    """Return the checksum of a leaf, or None if it is in parts on several processes; 0 for what is not compared.
-
-    `local`: whether leaves that only this process has are compared. `copies`: whether state that each has is.
-    """
-    if type(x) is not Padded and not spans(x):
-        return checksum(on_host(x.array if type(x) is batch.Part else x)) if local else 0
-    if placer.layout(x) is not None:
-        return None
-    return checksum(on_host(physical(x).addressable_data(0))) if copies else 0

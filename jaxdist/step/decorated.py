@@ -27,7 +27,7 @@ from jaxdist.runtime.context import Context, get_context, machine_of
 from jaxdist.step import batch
 from jaxdist.step.calls import Arguments, Calls
 from jaxdist.step.donated import check_not_donated
-from jaxdist.step.placer import abstract, on_one_device, sharding_over_any
+from jaxdist.step.leaves import abstract, on_one_device, sharding_over_any
 from jaxdist.step.stages import Lowered, Traced
 from jaxdist.text import name_of
 from jaxdist.tracebacks import api_boundary

@@ -3,8 +3,7 @@
 import enum
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +13,14 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jaxdist import compat
 from jaxdist.agreement.calls import Rows
 from jaxdist.agreement.description import grouped, listed
-from jaxdist.compilation.signature import NUMBERS, Leaf, Signature, is_array, is_keys
-from jaxdist.mesh import AXIS, GROUP, NAMES, by_rank, data_size, from_host, in_a_row, parts_of_batch, rows_by_rank
+from jaxdist.compilation.signature import NUMBERS, Leaf, Signature, is_keys
+from jaxdist.mesh import AXIS, GROUP, NAMES, data_size, from_host, in_a_row, rows_by_rank
 from jaxdist.placements.layouts import HOST, Cut, Layout, Padded, copied, layout, of_batch, on_host, physical, sharding
 from jaxdist.placements.values import is_narrow
 from jaxdist.runtime.context import Context
 from jaxdist.step import batch
+from jaxdist.step.batch_parts import BatchParts, Device, local_slices
+from jaxdist.step.leaves import abstract, sharding_over_any, spans
 
 
 class Elsewhere(enum.Enum):
@@ -30,49 +31,6 @@ class Elsewhere(enum.Enum):
 
 ELSEWHERE: Final = Elsewhere.ELSEWHERE
 CurrentLayout = Layout | Literal[Elsewhere.ELSEWHERE] | None  # None: whole on each device
-Device = Any  # of JAX, which has no type for one
-
-
-@dataclass(frozen=True)
-class BatchParts:
-    """Which process passes which rows of a batch. There is one part for each place on the data axis of the mesh.
-
-    For example, 8 rows on 8 devices of 4 processes, and the mesh {"data": 2, "model": 4}: the devices along the model
-    axis hold the same rows, so two processes pass each part, and both must pass the same:
-
-        part          0                       1
-        rows          0 1 2 3                 4 5 6 7
-        devices       d0   d1   d2   d3       d4   d5   d6   d7
-        processes     0    0    1    1        2    2    3    3
-
-        passed_by is ((0, 1), (2, 3)); here is (0,) on processes 0 and 1, (1,) on processes 2 and 3
-
-    On the mesh {"data": 8}, the same processes pass two parts each: `passed_by` is ((0,), (0,), (1,), (1,), ...), and
-    `here` (2, 3) on process 1. One process passes all rows as a single part, whatever the mesh.
-    """
-
-    passed_by: tuple[tuple[int, ...], ...]  # for each part, the processes that pass it
-    here: tuple[int, ...]  # the parts that this process passes, in order and next to each other
-
-    @classmethod
-    def on(cls, mesh: Mesh) -> "BatchParts":
-        """The parts of batches that are passed for this mesh."""
-        passed_by = parts_of_batch(mesh)
-        return cls(passed_by, tuple(by_rank(passed_by).get(jax.process_index(), ())))
-
-    @functools.cached_property
-    def count(self) -> int:
-        """The number of parts."""
-        return len(self.passed_by)
-
-    @functools.cached_property
-    def readers(self) -> frozenset[int]:
-        """One process for each part: together they pass each row once."""
-        return frozenset(ranks[0] for ranks in self.passed_by)
-
-    def rows_of_all(self, rows_here: int) -> int:
-        """Return the rows of all processes if the parts are as long as this process's."""
-        return rows_here * self.count // max(1, len(self.here))
 
 
 class Placer:
@@ -226,7 +184,7 @@ class Placer:
         x = _lengthened(x, [cut for cut in target.cuts if cut.axis != AXIS and not moves])
         x = _extended(x, [rows_per_part * len(self.parts.here) - x.shape[0], *[0] * (x.ndim - 1)])
         shape = (rows, *x.shape[1:])
-        slices = _local_slices(joined_sharding, shape, rows_per_part, self.parts.here)
+        slices = local_slices(joined_sharding, shape, rows_per_part, self.parts.here)
         pieces = [(device, x if entries is None else x[entries]) for device, entries in slices]
         shards = [jax.device_put(piece, device) for device, piece in pieces]
         array = jax.make_array_from_single_device_arrays(shape, joined_sharding, shards)
@@ -270,15 +228,6 @@ class Placer:
         return rows_by_rank(total, self.parts.passed_by).get(self.context.rank, 0)
 
 
-TypeKey = tuple[tuple[int, ...], np.dtype | type, bool, int | None]  # shape, dtype, weak_type, rows of all ranks
-
-
-def type_key(x: Leaf) -> TypeKey:
-    """The properties of a leaf's type that decide which program runs."""
-    total = x.total if isinstance(x, (batch.Part, batch.BatchPart)) else None
-    return np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False), total
-
-
 def without_aliases(state: Sequence[Leaf]) -> list[Leaf]:
     """Donating one buffer twice is an error: the second reference (an average that starts as the weights) is copied."""
     seen: set[int] = set()
@@ -313,43 +262,9 @@ def _mover(target_sharding: NamedSharding, target: Layout, shape: tuple[int, ...
     return jax.jit(moved, out_shardings=target_sharding)
 
 
-class DeviceSlice(NamedTuple):
-    """The entries of this process's part of a batch that one of its devices holds."""
-
-    device: Device
-    entries: tuple[slice, ...] | None  # None: all of them, without a copy
-
-
-@functools.lru_cache(1024)
-def _local_slices(
-    joined_sharding: NamedSharding, shape: tuple[int, ...], rows_per_part: int, parts_here: tuple[int, ...]
-) -> list[DeviceSlice]:
-    """Return what each device of this process holds, as slices of the rows that this process passes.
-
-    JAX tells the slice of the whole batch. The parts of this process lie one after the other in what it passes: with
-    two rows in each of four parts, of which it passes 2 and 3, the row 6 of the batch is its own row 2.
-    """
-    slices = list[DeviceSlice]()
-    local_shape = (rows_per_part * len(parts_here), *shape[1:])
-    for device, index in joined_sharding.addressable_devices_indices_map(shape).items():
-        bounds = [s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True)]
-        first, end = bounds[0]
-        part = first // rows_per_part if rows_per_part else 0
-        shift = (parts_here.index(part) - part) * rows_per_part if rows_per_part else 0
-        bounds[0] = first + shift, end + shift
-        is_whole = bounds == [(0, n) for n in local_shape]
-        slices.append(DeviceSlice(device, None if is_whole else tuple(slice(*ends) for ends in bounds)))
-    return slices
-
-
 def _named(devices: Iterable[Device]) -> str:
     ids = sorted(d.id for d in devices)
     return f"{len(ids)} devices, {ids[0]} to {ids[-1]}"
-
-
-def spans(x: Leaf) -> bool:
-    """Check whether a leaf is an array on several processes."""
-    return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
 def _filled(x: Leaf, target: Layout) -> jax.Array | np.ndarray:
@@ -393,27 +308,6 @@ def _cuts(current: NamedSharding) -> list[Cut] | None:
     candidate = layout(*cuts)
     is_ours = [candidate.axes(d) for d in range(len(by_dim))] == by_dim and GROUP not in dim_of
     return cuts if is_ours else None
-
-
-def abstract(x: Leaf) -> jax.ShapeDtypeStruct:
-    """The type of a leaf as the step sees it; the leaf may be a type itself."""
-    aval = jax.typeof(x.array if type(x) in (Padded, batch.Part) else x)
-    return jax.ShapeDtypeStruct(np.shape(x), aval.dtype, weak_type=aval.weak_type)
-
-
-def on_one_device(x: Leaf) -> Leaf:
-    """Return a leaf as an array on one device; numbers and leaves that are not arrays stay unchanged."""
-    if isinstance(x, NUMBERS) or not is_array(x):
-        return x
-    if is_keys(x):
-        return jax.random.wrap_key_data(on_one_device(jax.random.key_data(x)), impl=jax.random.key_impl(x))
-    return jnp.asarray(np.asarray(x))
-
-
-def sharding_over_any(x: Leaf) -> NamedSharding | None:
-    """Return the sharding of a leaf that is in shards, over any devices; None for other leaves."""
-    current = getattr(physical(x), "sharding", None)
-    return current if isinstance(current, NamedSharding) and not current.is_fully_replicated else None
 
 
 def _to_host(x: Leaf) -> Leaf:

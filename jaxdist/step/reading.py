@@ -1,14 +1,11 @@
-"""Read a call of a step: find its data and its batch, and compare the values that ranks pass."""
+"""Read a call of a step: find its data and its batch."""
 
 import itertools
-import logging
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
-import numpy as np
 
-from jaxdist.agreement.description import list_ranks, unlike_the_root
 from jaxdist.compilation.calling import Settings
 from jaxdist.compilation.program import ProgramCache
 from jaxdist.compilation.signature import (
@@ -25,15 +22,10 @@ from jaxdist.compilation.signature import (
     with_constants,
 )
 from jaxdist.errors import in_words
-from jaxdist.mesh import AXIS
-from jaxdist.placements.layouts import Layout, Padded, of_batch, physical
+from jaxdist.placements.layouts import Layout, Padded, of_batch
 from jaxdist.step import batch
-from jaxdist.step.placer import Placer, spans
+from jaxdist.step.placer import Placer
 from jaxdist.text import name_of
-
-_log = logging.getLogger("jaxdist")
-
-Checksums = Sequence[int | None]  # of a call's data; None for what is in parts on several processes
 
 
 class Reader:
@@ -44,7 +36,6 @@ class Reader:
         self._placer, self._cache = placer, cache
         self.signatures: dict[tuple[Structure, tuple[Constant, ...]], Signature] = {}  # of earlier calls
         self._in_modules: dict[Structure, frozenset[int]] = {}
-        self._warned = False  # that all ranks pass the same batch
 
     def constants(self, tree: Structure, leaves: Sequence[Leaf]) -> tuple[Constant, ...]:
         """The constants among these leaves."""
@@ -115,12 +106,12 @@ class Reader:
         # batch: read as state it has the same shapes. Of several, the parts must be joined first.
         several = self._placer.parts.count > 1
         try:
-            returned = self._returned(with_batch(batch.batch_of(arguments) if several else ()), leaves)
+            returned = self.returned(with_batch(batch.batch_of(arguments) if several else ()), leaves)
         except Exception:
             if not several:
                 raise
             # With the part of this process alone, which does not work next to a batch that is global already.
-            returned = self._returned(signature, leaves) if self._error_if_read(signature, leaves) is None else []
+            returned = self.returned(signature, leaves) if self.error_if_read(signature, leaves) is None else []
         candidates = batch.batch_of(arguments, returned)
         certain = [k for k in candidates if k not in returned]  # what the step does not return is no state
         is_mixed = 0 < len(certain) < len(candidates)
@@ -129,10 +120,10 @@ class Reader:
         # A state that is read as batch has a length of its own, which differs from the batch's where several processes
         # pass parts. In one process both are of one length: the trace is of a batch twice as long.
         for guess in _readings(candidates, certain if is_mixed else ()):
-            if self._error_if_read(with_batch(guess), leaves, batch_factor=1 if several else 2) is None:
+            if self.error_if_read(with_batch(guess), leaves, batch_factor=1 if several else 2) is None:
                 return with_batch(guess)
-        error = self._error_if_read(with_batch(candidates), leaves) if several else None
-        if error and self._error_if_read(signature, leaves) is None:
+        error = self.error_if_read(with_batch(candidates), leaves) if several else None
+        if error and self.error_if_read(signature, leaves) is None:
             names = [signature.arguments[k].name for k in candidates]
             raise ValueError(
                 f"step {self.name!r}: {batch.listed(names)} would be the batch, which has the parts of all ranks, and "
@@ -140,12 +131,12 @@ class Reader:
             ) from error
         return with_batch(candidates)
 
-    def _returned(self, signature: Signature, leaves: Sequence[Leaf]) -> list[int]:
+    def returned(self, signature: Signature, leaves: Sequence[Leaf]) -> list[int]:
         """Return the arguments that part of the step's result looks like, if the call is read so."""
         types = self._placer.types(signature, leaves)
         return self._cache.jaxpr(signature, types).returned(signature.arguments, types)
 
-    def _error_if_read(self, signature: Signature, leaves: Sequence[Leaf], batch_factor: int = 1) -> Exception | None:
+    def error_if_read(self, signature: Signature, leaves: Sequence[Leaf], batch_factor: int = 1) -> Exception | None:
         """Return the error of the step if it is traced so, with a batch that many times as long, or None."""
         types = self._placer.types(signature, leaves)
         for i in signature.batch if batch_factor > 1 else ():
@@ -171,98 +162,6 @@ class Reader:
         if current is None:
             return True
         return isinstance(current, Layout) and current is not of_batch(x.shape, self._placer.mesh)
-
-    # --- the values of all ranks
-
-    def check(
-        self, signature: Signature, leaves: Sequence[Leaf], by_rank: Sequence[Checksums], differs: Collection[int]
-    ) -> bool:
-        """Compare the ranks' values in a new call. Returns whether they confirm the batch."""
-        self._check_shared(signature, by_rank)
-        parts = [x for x in (leaves[i] for i in signature.batch) if not spans(physical(x))]
-        if self._placer.parts.count == 1 or not any(getattr(x, "size", 1) for x in parts):
-            return True
-        unequal = {i for i in differs if by_rank[0][i] is not None}
-        if any(i in differs for i in signature.batch):
-            self._check_equal_in_batch(signature, leaves, unequal)
-            return True
-        self._check_equal_batches(signature, leaves, unequal)
-        return False
-
-    def _check_equal_batches(self, signature: Signature, leaves: Sequence[Leaf], differs: Collection[int]) -> None:
-        """All ranks pass the same batch: something else may be meant to be it; or it is state."""
-        split = [k for k, a in enumerate(signature.arguments) if not set(a.positions).isdisjoint(signature.batch)]
-        names = [signature.arguments[k].name for k in split]
-        others = [
-            argument.name for argument in signature.arguments
-            if any(i in differs and not signature.is_batch[i] and np.ndim(leaves[i]) for i in argument.positions)
-        ]  # fmt: skip
-        returned = self._returned(signature, leaves)
-        if self._declared is None and (others or set(split).issubset(returned)):
-            but = f"but {batch.listed(others)} does" if others else "and the step returns the next value"
-            raise ValueError(
-                f"step {self.name!r}: {batch.listed(names)} would be the batch, and nothing of it differs between the "
-                f"ranks, {but}. batch_argnums={batch.argnums(others)} says that {'that' if others else 'nothing'} is; "
-                f"batch_argnums={batch.argnums(names)} that each rank has its own part of it. {batch.INDICES}"
-            )
-        context = self._placer.context
-        if not self._warned and context.is_root:
-            _log.warning(
-                "step %r: all %d ranks pass the same batch, so each example counts %d times. Give each rank its own "
-                "rows: jaxdist.loader does, or take x[ctx.rows(len(x)%s)]",
-                self.name, context.size, self._placer.parts.count, ", mesh" * (len(self._placer.mesh.shape) > 1),
-            )  # fmt: skip
-        self._warned = True
-
-    def _check_equal_in_batch(self, signature: Signature, leaves: Sequence[Leaf], differs: set[int]) -> None:
-        """Refuse arrays in the batch that are the same on all ranks, where they may be for all examples as well."""
-        names, said_by_name = signature.names, {n for n in self._declared or () if isinstance(n, str)}
-        equal = {
-            i for i in signature.batch
-            if i not in differs and names[i] not in said_by_name and not spans(physical(leaves[i]))
-        }  # fmt: skip
-        equal_arguments = [
-            [i for i in argument.positions if i in equal]
-            for argument in signature.arguments if differs.isdisjoint(argument.positions)
-        ]  # fmt: skip
-        in_equal_arguments = list(itertools.chain(*equal_arguments))
-        # Within an argument, equal rows are not a table but weights of examples without padding.
-        alone = [[i] for i in sorted(equal.difference(in_equal_arguments)) if not _rows_are_equal(leaves[i])]
-        for group in (*alone, *equal_arguments, in_equal_arguments):
-            if not group or not self._may_be_whole(signature, leaves, group):
-                continue
-            same = [names[i] for i in group]
-            others = [names[i] for i in signature.batch if i not in group]
-            rows = np.shape(leaves[group[0]])[0]
-            raise ValueError(
-                f"step {self.name!r}: {batch.listed(same[:4])} ({rows} entries) is the same on all ranks, and the rest "
-                "of the batch is not. It may be one array for all examples (the weights of classes), or each rank's "
-                f"part that happens to be the same. Say which: batch_argnums={batch.argnums(others)}: it is one for "
-                f"all; or batch_argnums={batch.argnums([*others, *same])}: each rank has its own part of it. "
-                f"{batch.INDICES}"
-            )
-
-    def _may_be_whole(self, signature: Signature, leaves: Sequence[Leaf], group: Sequence[int]) -> bool:
-        """Check whether the step can be traced with leaves of the batch as one for all, and reads them."""
-        without = signature.with_batch([i for i in signature.batch if i not in group])
-        if self._error_if_read(without, leaves) is not None:
-            return False
-        step = self._cache.jaxpr(without, self._placer.types(without, leaves)).jaxpr.jaxpr
-        used = {id(v) for v in (*step.outvars, *(v for eqn in step.eqns for v in eqn.invars))}
-        return any(id(step.invars[i]) in used for i in group)
-
-    def _check_shared(self, signature: Signature, by_rank: Sequence[Checksums]) -> None:
-        """Refuse a batch if ranks with the same part of it pass different values."""
-        for ranks in self._placer.parts.passed_by:
-            for i in signature.batch:
-                if others := unlike_the_root([by_rank[rank][i] for rank in ranks]):
-                    raise ValueError(
-                        f"step {self.name!r}: batch leaf {signature.names[i]} is not the same on rank {ranks[0]} and "
-                        f"rank {list_ranks([ranks[k] for k in others])}, which pass one part of the batch: on the mesh "
-                        f"{dict(self._placer.mesh.shape)} they have the same place on the axis {AXIS!r}. Read the "
-                        "examples of that place on each of them: jaxdist.loader(..., mesh=) does, or "
-                        "take x[ctx.rows(len(x), mesh)]"
-                    )
 
     # --- the batch that the user names
 
@@ -336,7 +235,3 @@ def _in_equinox(args: tuple[Leaf, ...]) -> frozenset[int]:
 def _is_in(name: str, part: str) -> bool:
     """Check whether a leaf belongs to an argument or a part of one."""
     return name == part or name.startswith((part + "[", part + "."))
-
-
-def _rows_are_equal(x: Leaf) -> bool:
-    return not is_keys(x) and bool((np.asarray(x) == np.asarray(x)[:1]).all())
