@@ -94,6 +94,8 @@ class PlacedStep:
         if self.mesh.size == 1:
             return staged(self.step.jaxpr, self.offloaded, ()), ()
         closed, placements = self.place()
+        # Messages of one kind are joined up to a size: gradients by the user's option, gathered state by what it may
+        # take of a device's memory at once.
         state = [self.avals[i] for i in self.signature.state if self.layouts[i]]
         gathered_bytes = sum(aval.size * aval.dtype.itemsize for aval in state) // _GATHERED_AT_ONCE
         barriers = not self.step.infer.machine.kind.is_cpu
@@ -117,10 +119,12 @@ class PlacedStep:
         placements = list[Propagation]()
         for k in range(len(axes)):
             is_last = k == len(axes) - 1
+            # The last axis is the one that the step was analyzed for: what was inferred then is not inferred anew.
             infer = step.infer if is_last and step.infer.mesh == axes else step.infer.over(axes, k)
             block = infer.block(closed)
             block.outermost = True
             ins = [by_axis[k] for by_axis in ins_by_axis]
+            # First as the results come by themselves, then as they are to leave: an aux value may stay as it comes.
             natural = infer.place(block, ins).out_placements
             along_groups = placements and axes[k - 1].name == GROUP
             outer = placements[-1].out_forms if along_groups else [None] * len(outs_by_axis)

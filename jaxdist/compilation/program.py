@@ -188,7 +188,7 @@ class ProgramCache:
             groups = groups_of_leaf if groups == 1 else groups
             if groups_of_leaf in (1, groups):  # one step has groups of one size
                 layouts[i] = on_host(layout, (), 0) if preferred and preferred.host else layout
-        key = (trace, *layouts)
+        key = (trace, *layouts)  # `trace` by identity: it is one for its signature, types and settings
         if key not in self._programs:
             self._programs[key] = self.make(trace, signature, types, layouts, self._mesh, self._communicator)
         return self._programs[key]
@@ -197,6 +197,7 @@ class ProgramCache:
         """The step for leaves of these types, traced once for all meshes of one size."""
         settings, mesh = self._settings, mesh or self._mesh
         call = (signature.tree, signature.keywords, signature.numbers, compat.trace_settings(), self.looked_for)
+        # A step sees whole arrays, whatever the mesh; only the counts of `check_finite` are one for each device.
         key = (call, mesh.size, *((a.shape, a.dtype, a.weak_type) for a in types))
         step = self._jaxprs.get(key) or self._jaxprs.get((key, mesh))
         if step is None:

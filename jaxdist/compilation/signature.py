@@ -141,8 +141,9 @@ def picker(positions: Sequence[int]) -> Callable[[Sequence[Leaf]], Sequence[Leaf
 
 def with_constants(tree: TreeDef, leaves: Sequence[Leaf]) -> TreeDef:
     """Return a structure with a node in place of each leaf that is `Static`. No node of a user is rebuilt for it."""
-    remaining = iter(leaves)
+    remaining = iter(leaves)  # in the order in which a structure is walked
 
+    # A class of the user's may check, when it is made, what it is made of: it must not see a `Static`.
     def changed(part: TreeDef) -> TreeDef:
         if not _is_leaf(part):
             return _with_children(part, map(changed, part.children()))

@@ -73,7 +73,8 @@ class CachedCall:
 
     def fits(self, leaves: Sequence[Leaf], settings: TraceSettings) -> bool:
         """Check whether a call of the same structure is this one and its arrays still exist."""
-        # By the identity of types: a step's results keep theirs from call to call.
+        # By the identity of types: a step's results keep theirs from call to call. Comparing the shapes, dtypes and
+        # shardings of some hundred leaves would cost far more.
         try:
             state = self._arrays(leaves)
             same = all(map(operator.is_, map(_aval_of, state), self._avals))
@@ -111,7 +112,7 @@ class CachedCall:
         state, program = list(self._pick_state(leaves)), self.program
         for k in program.placed.padded:
             state[k] = state[k].array
-        if program.donated and len(set(map(id, state))) < len(state):
+        if program.donated and len(set(map(id, state))) < len(state):  # rare, and cheap to see
             state = without_aliases(state)
         parts = [leaves[self.data_positions[i]] for i in self.totals]
         return state, placer.place_batch(parts, program.placed.batch, list(self.totals.values()))

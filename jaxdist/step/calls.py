@@ -19,7 +19,7 @@ from jaxdist.compat import trace_settings
 from jaxdist.compilation import finite, modules
 from jaxdist.compilation.calling import Settings
 from jaxdist.compilation.program import Pinned, Program, ProgramCache, TraceSettings
-from jaxdist.compilation.signature import Constant, Leaf, PyTree, Signature, Structure, flat
+from jaxdist.compilation.signature import Leaf, PyTree, Signature, Structure, flat
 from jaxdist.errors import in_words
 from jaxdist.mesh import alike as same_rows_somewhere
 from jaxdist.placements import report
@@ -81,13 +81,16 @@ class Calls:
         """The result of a call: its program, known or new, on its arguments, once they are on the mesh."""
         self._ledger.begin()
         if not self.number:
+            # Two steps may be of one name. They are told apart by their first calls, whose order is that of all ranks.
             count = next(_names.setdefault(self.name, itertools.count()))
             self.name += f"#{count}" * bool(count)
+        # A call that failed before it sent anything does not count: the next one has its number.
         self.number = self._entered + 1
         self._ledger.check_all_here(self.name)
         objects = None
         try:
             leaves, tree = flat(args, keywords)
+            # A structure that is known has no objects of nnx: theirs are split below. Looking for them takes time.
             if tree not in self._latest and modules.has_objects(args):
                 args, objects = modules.split(args)
                 leaves, tree = flat(args, keywords)
@@ -200,34 +203,28 @@ class Calls:
 
     def _look_up(self, arguments: Arguments, rows: Rows, settings: TraceSettings) -> tuple[CachedCall, Sequence[int]]:
         """Return the call for these arguments, and the leaves of the state that must move."""
-        args, keywords, leaves, tree = arguments
+        args, keywords, leaves, _ = arguments
         check_not_donated(self.name, self._settings.calling, args, keywords, leaves)
         signature, data = self.read(arguments, rows)
         layouts = [self.placer.layout(data[i]) for i in signature.state]
         state_types = [type_key(data[i]) for i in signature.state]
         batch_types = [type_key(data[i]) for i in signature.batch]
+        # The layout of the batch is not part of it: a batch is moved to where the program wants it, at each call.
         key = signature, settings, *batch_types, *zip(state_types, layouts, strict=True)
         cached = self._cached.get(key)
         if cached is None:
-            program, constants = self.program(signature, data), self.reader.constants(tree, leaves)
-            cached = self._new(signature, constants, settings, program, leaves, data, rows)
-            self._cached[key] = cached
-            self.announce(program)
+            cached = self._cached[key] = self._new(arguments, rows, settings, signature, data)
+            self.announce(cached.program)
         targets = cached.program.placed.layouts
         pairs = zip(signature.state, layouts, strict=True)
         return cached, [i for i, layout in pairs if layout is not targets[i]]
 
     def _new(
-        self,
-        signature: Signature,
-        constants: tuple[Constant, ...],
-        settings: TraceSettings,
-        program: Program,
-        leaves: Sequence[Leaf],
-        data: Sequence[Leaf],
-        rows: Rows,
+        self, arguments: Arguments, rows: Rows, settings: TraceSettings, signature: Signature, data: Sequence[Leaf]
     ) -> CachedCall:
         """The entry of a call that is new to this rank."""
+        leaves = arguments.leaves
+        program, constants = self.program(signature, data), self.reader.constants(arguments.tree, leaves)
         is_constant = {constant.position for constant in constants}
         positions = [i for i in range(len(leaves)) if i not in is_constant]
         batch_types = [type_key(leaves[positions[i]]) for i in signature.batch]
@@ -253,6 +250,7 @@ class Calls:
         differs: DifferingRanks = {}
         if self._several:
             is_new |= self._with_bits and cached.signature in self._unconfirmed
+            # A known call waits for nobody, unless another rank may be about to make another.
             compares = is_new or misplaced or cached.entry.digest not in self._compared or self._with_bits
             if compares or self._is_ambiguous(cached) or self._ledger.waits(cached.entry):
                 differs = self._compare(cached, leaves, is_new, misplaced or (), rows)
@@ -285,6 +283,7 @@ class Calls:
     @property
     def _with_bits(self) -> bool:
         """Check whether this call compares the copies of state, which code of some ranks may have changed."""
+        # At calls 1, 2, 4, 8, ...: checksums take time, and what changes a copy mostly does so at each call.
         return self.number & (self.number - 1) == 0
 
     @property
@@ -292,12 +291,7 @@ class Calls:
         return f"call {self._ledger.count + 1} of the job"
 
     def _compare(
-        self,
-        cached: CachedCall,
-        leaves: Sequence[Leaf],
-        is_new: bool,
-        misplaced: Collection[int],
-        rows: Rows | None,
+        self, cached: CachedCall, leaves: Sequence[Leaf], is_new: bool, misplaced: Collection[int], rows: Rows | None
     ) -> DifferingRanks:
         """Compare a call that is new with the other ranks'."""
         signature, context = cached.signature, self.context
@@ -329,6 +323,7 @@ class Calls:
         """The other ranks learn of an error that came before the arguments could be compared."""
         if not self._several:
             return
+        # Without this they would wait, in `_compare` of the same call, until the time is out.
         about = Description(f"step {self.name!r}, call {self.number}", problem=in_words(error))
         with contextlib.suppress(ValueError):  # this rank raises its own
             text = f"step {self.name!r}, and an error: {in_words(error)}"
