@@ -92,6 +92,7 @@ def kind_of(eqn: JaxprEqn) -> str:
 
 
 def whole_bytes(eqn: JaxprEqn, kind: str, devices: int) -> list[int]:
-    """Return for each operand the bytes of the whole value: all devices' parts, or the sum."""
-    of_parts = devices if kind not in ("all-reduce", "reduce-scatter") else 1
-    return [math.prod(v.aval.shape) * v.aval.dtype.itemsize * of_parts for v in eqn.invars]  # pyright: ignore
+    """Return for each operand the bytes of the whole value, with padding: all devices' parts, or the sum."""
+    parts = eqn.outvars if kind == "reduce-scatter" else eqn.invars
+    times = 1 if kind == "all-reduce" else devices
+    return [math.prod(v.aval.shape) * v.aval.dtype.itemsize * times for v in parts]  # pyright: ignore

@@ -62,6 +62,8 @@ class Emitter:
             for i, placement, x in zip(node.outs, strategy.out_placements, outs, strict=True):
                 whole = isinstance(placement, Split) and placement.whole
                 self._forms[i][REPLICATED if whole else form(placement)] = x
+                if isinstance(placement, Partial) and not isinstance(resolved := self.placed.placements[i], Partial):
+                    self.take(i, form(resolved))  # once, before its uses
         return [self.take(i, to) for i, to in zip(self.block.outputs, self.placed.out_forms, strict=True)]
 
     def bind(self, node: Node, xs: Sequence[Any], params: Mapping[str, Any] | None = None) -> Sequence[Any]:

@@ -118,9 +118,9 @@ class Infer:
 
     def bytes_sent(self, placement: Placement, to: Form, aval: Any) -> int:
         """Return the bytes of a whole value as it is resharded: with padding, in the type in which it is added."""
-        split = to if isinstance(placement, Partial) else placement
+        split = placement if isinstance(placement, Split) else to
         shape = list(aval.shape)
-        if isinstance(split, Split):
+        if isinstance(split, Split) and self.reshard(placement, to, aval) != "all-reduce":
             shape[split.dim] = split.rows * self.devices
         adds = isinstance(placement, Partial) and not placement.bits
         return math.prod(shape) * itemsize(wide(aval.dtype) if adds else aval.dtype)

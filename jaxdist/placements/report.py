@@ -68,7 +68,7 @@ def _moved(over: Sequence[Propagation]) -> list[Row]:
     """Return communication, without values that have no entries."""
     sizes = Counter[tuple[Row, str]]()
     for placed, (message, times) in ((one, sent) for one in over for sent in one.sent()):
-        name, what, why = message.node.name, message.kind, message.why
+        name, what, why = message.operation, message.kind, message.why
         if name == "jaxdist_all_reduce":  # over several axes: counted over the first
             continue
         if what in ("all-gather", "all-to-all"):
@@ -76,7 +76,7 @@ def _moved(over: Sequence[Propagation]) -> list[Row]:
         elif why != IN_PLACE:  # data parallelism consists of reductions
             why = ""
         instead = _INSTEAD.get(name, "") if what in _OF_BATCH and why != IN_PLACE else ""
-        row = Row(placed.axis, what, name, message.node.line, why=why, instead=instead)
+        row = Row(placed.axis, what, name, message.line, why=why, instead=instead)
         sizes[row, message.why] += message.bytes * times
     return [replace(row, bytes=size) for (row, _), size in sizes.most_common() if size]
 

@@ -55,8 +55,9 @@ def _broadcast(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | N
     follows = isinstance(p, Split) and described.operands[0][p.dim] is not None
     if follows and (not p.of_state or math.prod(old) == math.prod(new)):  # type: ignore[union-attr]
         return walk.by_factors(node, ins, described)
-    const = p.const if isinstance(p, (Replicated, Deferred)) else None
-    return Strategy([None], [Deferred(const)], make=make_in_form)
+    if isinstance(p, (Replicated, Deferred)):
+        return Strategy([None], [Deferred(p.const)], make=make_in_form)
+    return Strategy([REPLICATED], [Deferred()], make=make_in_form)
 
 
 @special("iota")

@@ -50,7 +50,7 @@ class Sends:
 class Message:
     """A collective over the axis: a value changes its form, or an operation sends."""
 
-    node: Node  # the operation that needs the new form, or sends
+    node: Node | None  # the operation that needs the new form, or sends; None: the block returns an input in it
     kind: str  # ``"all-gather"``, ``"all-to-all"``, ``"all-reduce"``, ``"reduce-scatter"``, ``"permute"``
     bytes: int  # of the whole value as it is sent: its padded slices together, or the sum, in the type it is added in
     of_state: bool  # it is sharded between steps, or depends only on such values
@@ -59,6 +59,18 @@ class Message:
     again: bool = False  # it was sent for a different operation before and is still present
     times: int = 1  # how often, each time that its block runs
     reshards: bool = True  # a value changes its form; else the operation sends on its own
+    value: int = -1  # the value that does
+    to: Form | None = None  # its new form
+
+    @property
+    def operation(self) -> str:
+        """The name of the operation."""
+        return self.node.name if self.node else "return"
+
+    @property
+    def line(self) -> str:
+        """The user's line, or "" where JAX does not know it."""
+        return self.node.line if self.node else ""
 
 
 @dataclass(eq=False)
@@ -86,11 +98,14 @@ class Propagation:
             for i, to in zip(block.outputs, out_forms, strict=True)
             if i in inputs and isinstance(self.placements[i], Partial) and not isinstance(to, Partial)
         }
-        messages = [
-            Message(makers[i], kind, infer.bytes_sent(p, to, block.avals[i]), isinstance(p, Split) and p.of_state, "")
-            for i, p, to in zip(block.outputs, self.out_placements, out_forms, strict=True)
-            if i in makers and (kind := infer.reshard(p, to, block.avals[i]))
-        ]
+        messages, sent = list[Message](), {(message.value, message.to) for message in self.messages}
+        for i, p, to in zip(block.outputs, self.out_placements, out_forms, strict=True):
+            kind = infer.reshard(p, to, block.avals[i])
+            if not kind or not sent.isdisjoint({(i, to), (i, REPLICATED)}):
+                continue
+            sent.add((i, to))
+            of_state, size = isinstance(p, Split) and p.of_state, infer.bytes_sent(p, to, block.avals[i])
+            messages.append(Message(makers.get(i), kind, size, of_state, "", value=i, to=to))
         return replace(
             self,
             out_forms=out_forms,

@@ -41,6 +41,7 @@ class Walk:
         marked = {i: infer.shard(dim, block.avals[i].shape[dim]) for i, dim in infer.marked(block).items()}
         self.slices: dict[int, Split] = {**choice.slices, **marked}
         self.choice, self.alternatives = choice, list[tuple[Node, Strategy]]()
+        self._resolved: dict[int, Partial] = {}  # results that are summands, added up before their uses
         self._moved: set[tuple[int, Form, bool]] = set()
         self.infer, self.block, self.n = infer, block, infer.devices
         self.placed = Propagation(block, tuple(map(form, ins)), infer.axis.name)
@@ -75,6 +76,8 @@ class Walk:
             ):
                 self.placements[i] = placement
                 resolved = then if strategy.out_forms else self._resolve(i, placement)
+                if isinstance(placement, Partial) and resolved == REPLICATED and not strategy.out_forms:
+                    self._resolved[i] = placement
                 if resolved is not placement and not isinstance(resolved, Partial):
                     self.note(node, i, form(resolved), strategy.instead if strategy.out_forms else "")
                 self.placements[i] = resolved
@@ -82,6 +85,7 @@ class Walk:
         self.placed.out_forms = tuple(form(self.placements[i]) for i in block.outputs)
         self.placed.out_placements = tuple(self.placements[i] for i in block.outputs)
         self.placed.reduced_inputs = frozenset(summed)
+        self._scatter_summands()
 
     def note(self, node: Node, i: int, to: Form, why: str) -> None:
         """Record that a value is sent, and whether it was before."""
@@ -92,13 +96,28 @@ class Walk:
         ahead = of_state and self.block.source(i) in self.inputs
         waited_for = i in self.block.before_products and not ahead
         fetched = node.backward and of_state  # fetched anew in the backward pass
-        key = i, form(to), fetched
+        whole = i, REPLICATED, fetched
+        new_form = whole if to == REPLICATED else (i, form(to), False)
         made = self.block.makers.get(i)
         formed = made is not None and made.name in SHAPE_ONLY and (made.ins[0], REPLICATED, fetched) in self._moved
-        again = key in self._moved or (i, REPLICATED, fetched) in self._moved or (of_state and formed)
-        self._moved.add(key)
+        again = not self._moved.isdisjoint({whole, new_form}) or (of_state and formed)
+        # Other slices are cut out of the whole value, unless one collective makes them.
+        self._moved.update({new_form, whole} if kind in ("all-gather", "all-reduce") else {new_form})
         size = self.infer.bytes_sent(p, to, aval)
-        self.placed.messages.append(Message(node, kind, size, of_state, why, waited_for, again))
+        self.placed.messages.append(Message(node, kind, size, of_state, why, waited_for, again, value=i, to=form(to)))
+
+    def _scatter_summands(self) -> None:
+        """Reduce a summand that is whole for its uses into slices, if all of these take the same slices."""
+        outputs = set(self.block.outputs)
+        for i, summand in self._resolved.items():
+            if self.placements[i] != REPLICATED or i in outputs:
+                continue
+            forms, aval = self.placed.forms_of(i), self.block.avals[i]
+            if len(forms) == 1 and isinstance(to := forms.pop(), Split) and self.infer.slices(summand, to, aval):
+                self.placements[i] = to
+                k = next(k for k, message in enumerate(self.placed.messages) if message.value == i)
+                size = self.infer.bytes_sent(summand, to, aval)
+                self.placed.messages[k] = replace(self.placed.messages[k], kind="reduce-scatter", bytes=size, to=to)
 
     def _resolve(self, i: int, placement: Placement) -> Placement:
         """Add up a summand with several uses once, before them; a moved value at once."""

@@ -1,0 +1,115 @@
+"""`explain` lists what a step sends, to the byte: it is compared with the collectives of the step's own program."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from catalogue import flows, idioms, operations, traps
+from harness import oracle
+from harness.check import decorated
+from harness.errors import missing
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.sharding import PartitionSpec as P
+
+import jaxdist
+
+KINDS = {
+    "psum": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce", "jaxdist_all_reduce": "all-reduce",
+    "reduce_scatter": "reduce-scatter", "jaxdist_reduce_scatter": "reduce-scatter",
+    "all_gather": "all-gather", "jaxdist_all_gather": "all-gather", "all_to_all": "all-to-all", "ppermute": "permute",
+}  # fmt: skip
+
+
+def collectives(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
+    """Those of a jaxpr, with how often each runs: a `while` counts as one iteration, and all branches as taken."""
+    for eqn in jaxpr.eqns:
+        axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        if eqn.primitive.name in KINDS and "data" in (axes if isinstance(axes, tuple) else [axes]):  # or one of vmap's
+            yield eqn, times
+        inner = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        for value in eqn.params.values():
+            for body in value if isinstance(value, (tuple, list)) else [value]:
+                if isinstance(body, ClosedJaxpr):
+                    yield from collectives(body.jaxpr, inner)
+                elif isinstance(body, Jaxpr):
+                    yield from collectives(body, inner)
+
+
+def sent(step: Any, *args: Any, devices: int) -> dict[str, int]:
+    """Bytes of the whole values by kind, read from the program of a device."""
+    found = Counter[str]()
+    program = step.program(*args).placed.emitted[0]  # private: the text of a lowered step has no counts of iterations
+    for eqn, times in collectives(program.jaxpr):
+        kind = KINDS[eqn.primitive.name]
+        parts: Any = eqn.outvars if kind == "reduce-scatter" else eqn.invars
+        for v in parts:
+            size = math.prod(v.aval.shape) * v.aval.dtype.itemsize
+            found[kind] += size * times * (1 if kind == "all-reduce" else devices)
+    return dict(+found)
+
+
+def listed(step: Any, *args: Any) -> dict[str, int]:
+    found = Counter[str]()
+    for row in jaxdist.explain(step, *args).rows:
+        if row.what != "repeated":
+            found[row.what.partition(" of ")[0]] += row.bytes
+    return dict(found)
+
+
+def compare(step: Callable[..., Any], *args: Any, devices: int, **settings: Any) -> None:
+    over = decorated(step, devices, **settings)
+    assert listed(over, *args) == sent(over, *args, devices=devices)
+
+
+@pytest.mark.parametrize("name", idioms.IDIOMS)
+def test_of_idioms(name: str) -> None:
+    k = list(idioms.IDIOMS).index(name)
+    rows, level, devices = (21, 20, 24)[k % 3], k % 4, (4, 3, 8)[k // 4 % 3]
+    case = oracle.idiom(name, 24 if name in idioms.DIVISIBLE else rows, level)
+    batch = jax.tree.map(lambda x: x[: 24 if name in idioms.DIVISIBLE else rows], case.batch(0))
+    compare(case.step, *case.state, batch, devices=devices)
+
+
+@pytest.mark.parametrize("rows", [8, 5])
+def test_of_operations(rows: int) -> None:
+    names = [*operations.OPERATIONS]
+    for some in (names[k : k + 30] for k in range(0, len(names), 30)):
+        step = lambda w, b, some=some: {name: operations.OPERATIONS[name](w, b) for name in some}
+        compare(step, operations.state(), operations.batch(rows), devices=4)
+
+
+@pytest.mark.parametrize("devices", [3, 4])
+def test_of_control_flow(devices: int) -> None:
+    x = np.random.default_rng(0).normal(size=(16, 6))
+    compare(lambda w, x: {name: f(w, x) for name, f in flows.FLOWS.items()}, flows.W, x, devices=devices)
+
+
+def test_of_traps() -> None:
+    for f, w, x, devices in traps.TRAPS.values():
+        compare(f, w, x, devices=devices)
+
+
+W, X = jnp.arange(8.0), np.random.default_rng(0).normal(size=(64, 8))
+
+
+SUMMED = jaxdist.per_device(lambda x: jax.lax.psum(x, "data"), P("data"), P())
+
+
+@pytest.mark.parametrize(
+    ("step", "tokens"),
+    [
+        (lambda w, x: w + x.max(0), ("all-reduce (reduce_max)", "64 B")),
+        (lambda w, x: x[::-1] * w, ("permute (rev)", "4.1 kB")),
+        (lambda w, x: (x > w).any(0), ("all-reduce (reduce_or)", "32 B")),
+        (lambda w, x: jax.pure_callback(np.sin, jax.typeof(x * w), x * w), ("all-reduce (pure_callback)", "4.1 kB")),
+        (lambda w, x: SUMMED(x), ("all-reduce (shard_map)", "1.02 kB")),
+    ],
+)
+def test_what_an_operation_sends_itself(step: Any, tokens: tuple[str, ...]) -> None:
+    said = str(jaxdist.explain(decorated(step, 4), W, X))
+    assert not missing([*tokens, "over data"], said)
