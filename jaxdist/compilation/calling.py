@@ -8,7 +8,7 @@ from typing import Literal
 
 from jax.sharding import Mesh
 
-from jaxdist.compilation.signature import Leaf, PyTree, Static
+from jaxdist.compilation.signature import Args, Kwargs, Leaf, PyTree, Static
 from jaxdist.mesh import Sizes
 
 
@@ -34,9 +34,7 @@ class Calling:
             raise ValueError(f"{kind}_argnames={sorted(unknown)}: the step's parameters are {self._names}")
         return frozenset(self._names[n] for n in argnums).union(argnames)
 
-    def arrange(
-        self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
-    ) -> tuple[tuple[PyTree, ...], tuple[str, ...]]:
+    def arrange(self, args: Args, kwargs: Kwargs) -> tuple[Args, tuple[str, ...]]:
         """All arguments of a call in the order of the parameters, constants as `Static`."""
         if self._signature is not None:
             bound = self._signature.bind(*args, **kwargs)

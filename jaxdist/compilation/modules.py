@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 
 from jaxdist.compilation.calling import apply
-from jaxdist.compilation.signature import PyTree, TreeDef
+from jaxdist.compilation.signature import Args, PyTree, TreeDef
 from jaxdist.errors import StepError
 
 if TYPE_CHECKING:
@@ -35,9 +35,7 @@ class NnxArrays:
         return (("", self.state),), (self.graph, self.position)
 
     @classmethod
-    def tree_unflatten(
-        cls, graph_and_position: tuple["nnx.GraphDef | None", int], children: tuple[PyTree, ...]
-    ) -> "NnxArrays":
+    def tree_unflatten(cls, graph_and_position: tuple["nnx.GraphDef | None", int], children: Args) -> "NnxArrays":
         return cls(children[0], *graph_and_position)
 
 
@@ -64,7 +62,7 @@ def with_copied_containers(args: T) -> T:
     )
 
 
-def split(args: Sequence[PyTree]) -> tuple[tuple[PyTree, ...], list[PyTree]]:
+def split(args: Sequence[PyTree]) -> tuple[Args, list[PyTree]]:
     """Return the arguments with a `NnxArrays` for each that has objects, and these objects."""
     from flax import nnx
 

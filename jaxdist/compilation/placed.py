@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.communicators import Rules
-from jaxdist.compilation.signature import Signature, is_keys
+from jaxdist.compilation.signature import Avals, Signature, is_keys
 from jaxdist.compilation.tracing import TracedStep, without_collections
 from jaxdist.mesh import AXIS, GROUP, MODEL, SEQUENCE, Axis, axes_of_mesh, data_size, in_groups, passes
 from jaxdist.placements.buckets import Fuse
@@ -31,7 +31,7 @@ class PlacedStep:
 
     step: TracedStep
     signature: Signature  # of its arguments
-    avals: Sequence[jax.ShapeDtypeStruct]  # their types
+    avals: Avals  # their types
     layouts: Sequence[Layout | None]  # of each, the batch as well; None: whole on each device
     mesh: Mesh
     communicator: str | Rules

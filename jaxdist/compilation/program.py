@@ -16,7 +16,7 @@ from jaxdist.communicators import Rules, compiler_options, default_bucket_bytes,
 from jaxdist.compilation.callbacks import Callbacks
 from jaxdist.compilation.calling import COMPRESSIONS, Settings
 from jaxdist.compilation.placed import PlacedStep
-from jaxdist.compilation.signature import Leaf, PyTree, Signature, picker, unflattener
+from jaxdist.compilation.signature import Avals, Leaf, PyTree, Signature, picker, unflattener
 from jaxdist.compilation.tracing import StepJaxpr, TracedStep, jaxpr_of, traced
 from jaxdist.ir.fingerprint import dataflow
 from jaxdist.ir.interpreter import Interpreter, contains
@@ -172,9 +172,7 @@ class ProgramCache:
         self._traces.clear()
         self._programs.clear()
 
-    def program(
-        self, signature: Signature, types: Sequence[jax.ShapeDtypeStruct], current: Mapping[int, Layout]
-    ) -> Program:
+    def program(self, signature: Signature, types: Avals, current: Mapping[int, Layout]) -> Program:
         """The program for leaves of these types: state that is in shards stays so, other state as the step wants it.
 
         `current` has the layout of each leaf of the state that is in shards on the mesh.
@@ -193,7 +191,7 @@ class ProgramCache:
             self._programs[key] = self.make(trace, signature, types, layouts, self._mesh, self._communicator)
         return self._programs[key]
 
-    def jaxpr(self, signature: Signature, types: Sequence[jax.ShapeDtypeStruct], mesh: Mesh | None = None) -> StepJaxpr:
+    def jaxpr(self, signature: Signature, types: Avals, mesh: Mesh | None = None) -> StepJaxpr:
         """The step for leaves of these types, traced once for all meshes of one size."""
         settings, mesh = self._settings, mesh or self._mesh
         call = (signature.tree, signature.keywords, signature.numbers, compat.trace_settings(), self.looked_for)
@@ -207,9 +205,7 @@ class ProgramCache:
             self._jaxprs[(key, mesh) if contains(step.jaxpr.jaxpr, [compat.shard_map_p]) else key] = step
         return step
 
-    def _traced(
-        self, signature: Signature, types: Sequence[jax.ShapeDtypeStruct], current: Mapping[int, Layout]
-    ) -> TracedStep:
+    def _traced(self, signature: Signature, types: Avals, current: Mapping[int, Layout]) -> TracedStep:
         """Return the step traced for leaves of these types, analyzed."""
         step = self.jaxpr(signature, types)
         layouts, key, model_dims = self._settings.layouts, (signature, id(step), False), dict[int, int]()
@@ -229,7 +225,7 @@ class ProgramCache:
         self,
         trace: TracedStep,
         signature: Signature,
-        avals: Sequence[jax.ShapeDtypeStruct],
+        avals: Avals,
         layouts: Sequence[Layout | None],
         mesh: Mesh,
         communicator: str | Rules,

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +20,9 @@ _DATA = (jax.Array, jax.ShapeDtypeStruct, *NUMBERS)
 
 Leaf = Any  # of a user's arguments or result: an array of JAX or NumPy, a `Padded`, a number, a constant of any type
 PyTree = Any  # a user's
+Args = tuple[PyTree, ...]  # of a call
+Kwargs = Mapping[str, PyTree]
+Avals = Sequence[jax.ShapeDtypeStruct]
 
 
 class TreeDef(Protocol):
@@ -121,7 +124,7 @@ class Signature:
         return arguments
 
 
-def flat(args: tuple[PyTree, ...], keywords: tuple[str, ...]) -> tuple[list[Leaf], Structure]:
+def flat(args: Args, keywords: tuple[str, ...]) -> tuple[list[Leaf], Structure]:
     """Return leaves and structure of a call's arguments, the last of them by keyword."""
     leaves, tree = jax.tree.flatten(args)
     return leaves, (tree, keywords) if keywords else tree

@@ -18,7 +18,10 @@ from jaxdist.compilation import finite, modules
 from jaxdist.compilation.calling import Layouts
 from jaxdist.compilation.signature import (
     NUMBERS,
+    Args,
     ArgumentLeaves,
+    Avals,
+    Kwargs,
     Leaf,
     Match,
     PyTree,
@@ -91,7 +94,7 @@ def without_collections() -> Iterator[None]:
 def traced(
     step: StepJaxpr,
     signature: Signature,
-    avals: Sequence[jax.ShapeDtypeStruct],
+    avals: Avals,
     mesh: Mesh,
     machine: Machine,
     level: int | None = None,
@@ -151,11 +154,7 @@ def traced(
 
 
 def jaxpr_of(
-    step: Callable[..., PyTree],
-    signature: Signature,
-    avals: Sequence[jax.ShapeDtypeStruct],
-    mesh: Mesh,
-    check_finite: bool,
+    step: Callable[..., PyTree], signature: Signature, avals: Avals, mesh: Mesh, check_finite: bool
 ) -> StepJaxpr:
     """Trace a step."""
     traces: list[tuple[TreeDef, tuple[str, ...]]] = []  # the structure of the result, and what is checked
@@ -209,7 +208,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def _arguments(signature: Signature, types: Sequence[jax.ShapeDtypeStruct]) -> list[_Argument]:
+def _arguments(signature: Signature, types: Avals) -> list[_Argument]:
     names = signature.names
     return [
         _Argument(
@@ -220,7 +219,7 @@ def _arguments(signature: Signature, types: Sequence[jax.ShapeDtypeStruct]) -> l
     ]  # fmt: skip
 
 
-def is_traced(args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> bool:
+def is_traced(args: Args, kwargs: Kwargs) -> bool:
     """Check whether JAX is tracing a call: under `jax.grad`, `jax.eval_shape`, or inside a step."""
     return inside_step() or (
         not trace_state_clean() and any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
@@ -233,7 +232,7 @@ def is_traced(args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> bool:
 def _cut_by_model(
     layouts: Layouts | None,
     signature: Signature,
-    avals: Sequence[jax.ShapeDtypeStruct],
+    avals: Avals,
     mesh: Mesh,
     infer: Infer,
     closed: ClosedJaxpr,
@@ -256,7 +255,7 @@ def _cut_by_model(
     return [layout(cuts[i]) if i in cuts else layout() for i in range(len(avals))]
 
 
-def _named(layouts: Layouts, signature: Signature, avals: Sequence[jax.ShapeDtypeStruct], parts: int) -> dict[int, int]:
+def _named(layouts: Layouts, signature: Signature, avals: Avals, parts: int) -> dict[int, int]:
     """The arguments that the user's expressions name, and the dimension."""
     dims = dict[int, int]()
     used = set[str]()  # expressions

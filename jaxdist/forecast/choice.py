@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxdist.compilation.calling import Settings
 from jaxdist.compilation.program import ProgramCache
-from jaxdist.compilation.signature import Signature
+from jaxdist.compilation.signature import Avals, Signature
 from jaxdist.compilation.tracing import traced
 from jaxdist.forecast.ahead import Ahead
 from jaxdist.machine import Machine
@@ -28,7 +28,7 @@ class Forecast:
     _settings: Settings
     _cache: ProgramCache
     signature: Signature
-    avals: Sequence[jax.ShapeDtypeStruct]  # as in `Ahead.arguments`; of the batch with the examples of all devices
+    avals: Avals  # as in `Ahead.arguments`; of the batch with the examples of all devices
     shardings: Mapping[int, NamedSharding]  # of the leaves of the state that are in shards, over any devices
     mesh: Mesh
     _machine: Machine
@@ -75,7 +75,7 @@ def order(cost: float, peak: float, least: int, memory: float) -> tuple[bool, fl
     return too_large, peak if too_large else cost, least
 
 
-def meshes(devices: int, in_host: int, batch: Sequence[jax.ShapeDtypeStruct]) -> Iterator[dict[str, int]]:
+def meshes(devices: int, in_host: int, batch: Avals) -> Iterator[dict[str, int]]:
     """The meshes whose axes have no more devices than the batch has examples and its sequences have entries."""
     # Sequences and the model are cut within a host, unless there are fewer examples than hosts.
     has_one = False

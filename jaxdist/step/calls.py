@@ -19,7 +19,7 @@ from jaxdist.compat import trace_settings
 from jaxdist.compilation import finite, modules
 from jaxdist.compilation.calling import Settings
 from jaxdist.compilation.program import Pinned, Program, ProgramCache, TraceSettings
-from jaxdist.compilation.signature import Leaf, PyTree, Signature, Structure, flat
+from jaxdist.compilation.signature import Args, Leaf, PyTree, Signature, Structure, flat
 from jaxdist.errors import in_words
 from jaxdist.mesh import alike as same_rows_somewhere
 from jaxdist.placements import report
@@ -40,7 +40,7 @@ from jaxdist.text import say_once
 class Arguments(NamedTuple):
     """The arguments of a call."""
 
-    args: tuple[PyTree, ...]  # in the order of the parameters
+    args: Args  # in the order of the parameters
     keywords: tuple[str, ...]  # names of the last ones, which go by keyword
     leaves: Sequence[Leaf]  # of `args`
     tree: Structure
@@ -77,7 +77,7 @@ class Calls:
         self._latest.clear()
         self._cached.clear()
 
-    def run(self, args: tuple[PyTree, ...], keywords: tuple[str, ...], pinned: Pinned | None = None) -> PyTree:
+    def run(self, args: Args, keywords: tuple[str, ...], pinned: Pinned | None = None) -> PyTree:
         """The result of a call: its program, known or new, on its arguments, once they are on the mesh."""
         self._ledger.begin()
         if not self.number:

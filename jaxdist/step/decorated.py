@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
 import jax
@@ -15,7 +15,7 @@ from jaxdist.compat import under_no_mesh
 from jaxdist.compilation import modules
 from jaxdist.compilation.calling import AUTO, AnyMesh, Settings
 from jaxdist.compilation.program import Pinned, Program
-from jaxdist.compilation.signature import Leaf, PyTree, Signature, flat
+from jaxdist.compilation.signature import Args, Kwargs, Leaf, PyTree, Signature, flat
 from jaxdist.compilation.tracing import is_traced
 from jaxdist.errors import StepError
 from jaxdist.forecast.choice import ChosenMesh, Forecast, choose, in_words
@@ -70,7 +70,7 @@ class DataParallel(Generic[P, R]):
         return self._outermost(args, kwargs)
 
     @under_no_mesh
-    def _outermost(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], pinned: Pinned | None = None) -> PyTree:
+    def _outermost(self, args: Args, kwargs: dict[str, PyTree], pinned: Pinned | None = None) -> PyTree:
         calls, config, keywords = self._calls(args, kwargs), cast("Any", jax.config), ()
         if config.jax_disable_jit:
             return self._op_by_op(calls, args, kwargs)
@@ -81,7 +81,7 @@ class DataParallel(Generic[P, R]):
                 return calls.run(args, keywords, pinned)
         return calls.run(args, keywords, pinned)
 
-    def _op_by_op(self, calls: Calls, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
+    def _op_by_op(self, calls: Calls, args: Args, kwargs: dict[str, PyTree]) -> PyTree:
         """The plain step in Python, under `jax.disable_jit`."""
         if calls.context.size > 1:
             raise StepError(
@@ -95,13 +95,13 @@ class DataParallel(Generic[P, R]):
             args, kwargs = tuple(map(local, args)), {name: local(x) for name, x in kwargs.items()}
         return self._plain(args, kwargs)
 
-    def _plain(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
+    def _plain(self, args: Args, kwargs: dict[str, PyTree]) -> PyTree:
         """The undecorated step."""
         step = self._settings.step
         copied = modules.with_copied_containers
         return with_axis(lambda *xs: step(*copied(xs), **copied(kwargs)), args)
 
-    def _on_tracers(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
+    def _on_tracers(self, args: Args, kwargs: dict[str, PyTree]) -> PyTree:
         """Run the plain step, marked: it must not be compiled unchanged in a job of several devices."""
         result = self._plain(args, kwargs)
         if inside_step():
@@ -142,15 +142,13 @@ class DataParallel(Generic[P, R]):
         signature, leaves = self._read(calls, args, kwargs)
         return calls.program(signature, leaves)
 
-    def _read(
-        self, calls: Calls, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
-    ) -> tuple[Signature, list[Leaf]]:
+    def _read(self, calls: Calls, args: Args, kwargs: Kwargs) -> tuple[Signature, list[Leaf]]:
         """Return the signature of a call and its leaves, with objects of nnx as their arrays."""
         args, keywords = self._settings.calling.arrange(args, kwargs)
         args = modules.split(args)[0] if modules.has_objects(args) else args
         return calls.read(Arguments(args, keywords, *flat(args, keywords)))
 
-    def _calls(self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> Calls:
+    def _calls(self, args: Args, kwargs: Kwargs) -> Calls:
         """The calls of the step, once its devices are settled; with ``mesh="auto"`` for a call of these arguments."""
         if self._bound is None:
             context = get_context()
@@ -162,7 +160,7 @@ class DataParallel(Generic[P, R]):
             self._bound = Calls(self._base, self._settings, context, mesh, input_mesh)
         return self._bound
 
-    def _chosen(self, context: Context, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> ChosenMesh:
+    def _chosen(self, context: Context, args: Args, kwargs: Kwargs) -> ChosenMesh:
         """The fastest mesh for a call, the same on every rank. Every rank calls it."""
 
         def part() -> Part[ChosenMesh]:
@@ -176,9 +174,7 @@ class DataParallel(Generic[P, R]):
             raise error.__cause__ or error from None  # an error in the step is the user's own
 
     @under_no_mesh
-    def forecast(
-        self, mesh: Mesh, machine: Machine, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], parts: bool
-    ) -> Forecast:
+    def forecast(self, mesh: Mesh, machine: Machine, args: Args, kwargs: Kwargs, parts: bool) -> Forecast:
         """A call on devices that need not be here; its batch is whole, or this process's part of one."""
         if self._settings.mesh is not None:
             other: DataParallel[P, R] = DataParallel(dataclasses.replace(self._settings, mesh=None))

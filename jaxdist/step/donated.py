@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 
 from jaxdist.compilation.calling import Calling
-from jaxdist.compilation.signature import Leaf, PyTree, leaf_name
+from jaxdist.compilation.signature import Args, Leaf, leaf_name
 from jaxdist.errors import DonatedError
 from jaxdist.placements.layouts import physical
 
@@ -25,7 +25,7 @@ latest: "weakref.WeakKeyDictionary[object, Donation]" = weakref.WeakKeyDictionar
 
 
 def check_not_donated(
-    step: str, calling: Calling, args: tuple[PyTree, ...], keywords: tuple[str, ...], leaves: Sequence[Leaf]
+    step: str, calling: Calling, args: Args, keywords: tuple[str, ...], leaves: Sequence[Leaf]
 ) -> None:
     """Refuse an array whose memory an earlier call has taken."""
     if not any(map(is_deleted, leaves)):

@@ -10,6 +10,7 @@ from jaxdist.compilation.calling import Settings
 from jaxdist.compilation.program import ProgramCache
 from jaxdist.compilation.signature import (
     NUMBERS,
+    Args,
     Constant,
     Leaf,
     Signature,
@@ -45,9 +46,7 @@ class Reader:
             if not is_array(x) or (i in in_modules and isinstance(x, NUMBERS))
         )  # fmt: skip
 
-    def signature(
-        self, args: tuple[Leaf, ...], keywords: tuple[str, ...], leaves: Sequence[Leaf], tree: Structure
-    ) -> Signature:
+    def signature(self, args: Args, keywords: tuple[str, ...], leaves: Sequence[Leaf], tree: Structure) -> Signature:
         """The signature of a call: an earlier call's, or as this rank reads it."""
         # A Python number is data, as under `jax.jit`; in modules of equinox it is a constant, as under
         # `equinox.filter_jit`.
@@ -80,7 +79,8 @@ class Reader:
             try:
                 hash(value)
             except (TypeError, ValueError):  # a memoryview
-                name = leaf_name(parameters, jax.tree_util.tree_leaves_with_path(args)[position][0])
+                path, _ = jax.tree_util.tree_leaves_with_path(args)[position]
+                name = leaf_name(parameters, path)
                 raise TypeError(
                     f"step {self.name!r}: argument {name} is of type {name_of(kind)}, neither an array nor "
                     "hashable. If it holds arrays, register the class (jax.tree_util.register_dataclass); if it is a "
@@ -166,7 +166,7 @@ class Reader:
     # --- the batch that the user names
 
     def _chosen(
-        self, declared: Sequence[int | str], args: tuple[Leaf, ...], signature: Signature, leaves: Sequence[Leaf]
+        self, declared: Sequence[int | str], args: Args, signature: Signature, leaves: Sequence[Leaf]
     ) -> list[int]:
         """Leaves with entries of the arguments that are said to be the batch; all leaves of one that has no entries."""
         parameters, chosen = signature.parameters, list[int]()
@@ -217,7 +217,7 @@ def _with_entries(positions: Sequence[int], leaves: Sequence[Leaf]) -> list[int]
     ]  # fmt: skip
 
 
-def _in_equinox(args: tuple[Leaf, ...]) -> frozenset[int]:
+def _in_equinox(args: Args) -> frozenset[int]:
     """Positions of the leaves in modules of equinox."""
     if "equinox" not in sys.modules:  # then nobody has made one
         return frozenset()

@@ -9,13 +9,13 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jaxdist.compilation import modules
 from jaxdist.compilation.program import CompilerOptions, Pinned, Program
-from jaxdist.compilation.signature import Leaf, PyTree, TreeDef, is_constant, structure_of_values, unflattener
+from jaxdist.compilation.signature import Args, Leaf, PyTree, TreeDef, is_constant, structure_of_values, unflattener
 from jaxdist.compilation.tracing import is_traced
 from jaxdist.tracebacks import api_boundary
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Run = Callable[[tuple[PyTree, ...], dict[str, PyTree], Pinned], PyTree]  # a step, for one program only
+Run = Callable[[Args, dict[str, PyTree], Pinned], PyTree]  # a step, for one program only
 
 
 class _Array(Protocol):
@@ -37,7 +37,7 @@ class Stage(Generic[P, R]):
             self._out_tree = self._out_tree.children()[0]
         self.out_tree: TreeDef = structure_of_values(self._out_tree)
 
-    def _of_arguments(self, values: Sequence[Leaf]) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+    def _of_arguments(self, values: Sequence[Leaf]) -> tuple[Args, dict[str, PyTree]]:
         """One value for each leaf, as positional and keyword arguments."""
         signature = self._placed.signature
         args, positional = unflattener(signature.tree)(values), len(signature.parameters) - len(signature.keywords)
