@@ -1,4 +1,12 @@
-"""The signature of a call: its structure, and its data, state and batch."""
+"""The signature of a call: its structure, and its data, state and batch.
+
+Leaves are counted in two ways. Of a call ``step({"act": jnp.tanh, "w": w}, opt_state, x)``:
+
+    leaves           act   w     opt_state   x       positions among all: of a `Constant`
+    data                   0     1           2       positions in a `Signature`: constants do not count
+    state                  0     1
+    batch                                    2
+"""
 
 import dataclasses
 import functools

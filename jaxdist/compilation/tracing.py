@@ -119,23 +119,28 @@ def traced(
             shard_dims[shape] = cut.dim if cut else None
         return shard_dims[shape]
 
+    # How many devices share a leaf of the state, and how many groups of so many there are (`zero(within=)`).
     if shared is None:
         shared = group(closed, along_data(mesh, machine.hosts))
     parts = shared or data_size(mesh)
     groups = data_size(mesh) // parts if parts > 1 else 1
     run_mesh = in_groups(mesh, groups)
     machine, (*outer_axes, axis) = machine.over(run_mesh), passes(run_mesh)
+    # Only the data axis cuts state into shards; it is the last one that a step is placed over.
     dim_of = shard_dim if axis.name == AXIS else lambda shape: None
     infer = Infer(axis, dim_of, level, machine, way(closed), outer_axes)
     block = infer.block(closed)
     block.outermost = True
+    # What the step returns of its state is kept like the argument that it is the next value of.
     batch = set(signature.batch)
     matched = step.match([a for a in signature.arguments if batch.isdisjoint(a.positions)], avals)
     sources = [*matched.sources, *[None] * (len(closed.out_avals) - tree.num_leaves)]
+    # The model axis cuts first: a shard is of the slice that it leaves.
     by_model = _cut_by_model(layouts, signature, avals, mesh, infer, closed, sources, model_dims or {})
     shapes = [layout.local(aval.shape) for aval, layout in zip(avals, by_model, strict=True)]
     zero_marks = marks(infer, block, level)
     cuts = zero_marks.cuts(shapes, parts)
+    # What is chosen for a leaf holds for its gradient and updates too, which have its shape.
     shard_dims.update({shape: cut.dim for shape, cut in zip(shapes, cuts, strict=True) if cut})
     all_layouts = [layout.with_cut(cut) for layout, cut in zip(by_model, cuts, strict=True)]
     state_layouts = [layout if layout.cuts else None for layout in all_layouts]
@@ -144,6 +149,7 @@ def traced(
             on_host(layout, shape, mesh.size) if i in zero_marks.offloaded else layout
             for i, (layout, shape) in enumerate(zip(state_layouts, shapes, strict=True))
         ]
+    # Arguments of one structure are kept alike, so nobody need ask of which of them a result is the next value.
     for tied in matched.tied:
         shared_layout = next((state_layouts[i] for i in tied if state_layouts[i]), None)
         for i in tied:
@@ -164,6 +170,8 @@ def jaxpr_of(
             result = modules.run(step, args, signature.keywords)
             if check_finite:
                 findings.look_at(result, "result")
+        # Constants of the result are no outputs of the jaxpr: they are put back into the structure at each call. Numbers
+        # are constants where they are among the arguments, in modules of equinox.
         constant = NUMBERS if signature.numbers else ()
         leaves, whole = jax.tree.flatten(result)
         marked = [x if is_array(x) and not isinstance(x, constant) else Static(x) for x in leaves]

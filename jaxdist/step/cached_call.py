@@ -40,6 +40,7 @@ class CachedCall:
     def signature(self) -> Signature:
         return self.program.placed.signature
 
+    # Once for all calls: a property would look at the batch at each of them.
     @functools.cached_property
     def totals(self) -> dict[int, int]:
         """The rows of each leaf of the batch, of all ranks together."""
@@ -81,6 +82,7 @@ class CachedCall:
             same = same and all(map(operator.is_, map(sharding_of, state), self._shardings))
         except AttributeError:  # a leaf that is not on any device
             return False
+        # A batch is new at each call: its arrays have nothing in common with the last ones but their types.
         batch = [leaves[self.data_positions[i]] for i in self.signature.batch]
         return (
             same

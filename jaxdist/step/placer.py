@@ -176,9 +176,11 @@ class Placer:
         if is_keys(x):
             data = self._shard(jax.random.key_data(x), target, target_sharding, total)
             return jax.random.wrap_key_data(data, impl=str(jax.random.key_impl(x)))
+        # Nothing is sent: each process pads what it passes to whole parts, and puts slices of it on its own devices.
         rows_per_part = -(-total // self.parts.count)
         rows = rows_per_part * self.parts.count  # with the padding of the last parts
         joined_sharding = target_sharding
+        # With mesh="auto" the batch is passed as for a mesh of all devices along data, and moved in a program of all.
         if moves := self.input_mesh != self.mesh:
             joined_sharding = sharding(self.input_mesh, of_batch((rows,), self.input_mesh))
         x = _lengthened(x, [cut for cut in target.cuts if cut.axis != AXIS and not moves])
