@@ -170,8 +170,8 @@ def jaxpr_of(
             result = modules.run(step, args, signature.keywords)
             if check_finite:
                 findings.look_at(result, "result")
-        # Constants of the result are no outputs of the jaxpr: they are put back into the structure at each call. Numbers
-        # are constants where they are among the arguments, in modules of equinox.
+        # Constants of the result are no outputs of the jaxpr: they are put back into the structure at each call.
+        # Numbers are constants where some of the arguments' are, in modules of equinox.
         constant = NUMBERS if signature.numbers else ()
         leaves, whole = jax.tree.flatten(result)
         marked = [x if is_array(x) and not isinstance(x, constant) else Static(x) for x in leaves]
