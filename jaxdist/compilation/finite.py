@@ -102,6 +102,7 @@ class Findings:
 def examine(names: Sequence[str], counted: jax.Array, mesh: Mesh, prefix: str, kinds: tuple[bool, bool]) -> None:
     """Look at the counts of a call of a step, of the kinds (NaN, infinite) that matter. Waits for its end."""
     counts = np.array(counted.addressable_data(0))  # [devices, names, kinds]
+    # Under jax_debug_nans or jax_debug_infs alone, only the one kind is an error in the result.
     counts[:, [name.startswith("result") for name in names]] *= np.array(kinds)
     if not counts.any():
         return

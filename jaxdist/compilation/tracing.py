@@ -188,6 +188,7 @@ def jaxpr_of(
         if "mesh context" in str(error) or "context mesh" in str(error):
             error.add_note("a step is traced without the mesh of jax.set_mesh: leave out reshard and out_sharding=")
         raise
+    # Steps that were written for `jax.pmap` divide by the number of devices themselves.
     if mesh.size > 1 and get_context().is_root:
         counts = {mesh.size, len(mesh.local_devices), len({d.process_index for d in mesh.devices.flat})} - {1}
         for line, count in {line: count for count, line in divided if count in counts}.items():

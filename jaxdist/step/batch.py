@@ -43,6 +43,7 @@ def batch_of(arguments: Sequence[Argument], returned: Collection[int] = ()) -> t
 
 def sizes(leaves: Sequence[Leaf]) -> list[int | None]:
     """Return the number of entries to split of each leaf of a batch argument; None for leaves that stay whole."""
+    # Keys of `jax.random.PRNGKey` have no type of their own: what looks like one is whole, unless others are as long.
     entries = [rows(x) if hasattr(x, "dtype") and np.ndim(x) else None for x in leaves]
     may_be_key = [n is not None and like_a_raw_key(x) for x, n in zip(leaves, entries, strict=True)]
     lengths = {n for n, key in zip(entries, may_be_key, strict=True) if n and not key}

@@ -230,7 +230,7 @@ class Calls:
         batch_types = [type_key(leaves[positions[i]]) for i in signature.batch]
         unmarked_rows = {
             program.placed.avals[i].shape[0] for i in signature.batch
-            if rows.own[positions[i]] is not None and getattr(leaves[positions[i]], "total", None) is None
+            if rows.here[positions[i]] is not None and getattr(leaves[positions[i]], "total", None) is None
         }  # fmt: skip
         entry = Entry(b"", "")
         if self._several:

@@ -52,7 +52,7 @@ class Placer:
         if type(x) is Padded:
             return x.layout
         host = current.memory_kind == HOST
-        if not host and current.memory_kind != self.state_sharding.memory_kind:
+        if not host and current.memory_kind != self.state_sharding.memory_kind:  # one that steps make no use of
             return ELSEWHERE
         if current.is_fully_replicated:
             return (on_host(None, x.shape, self.mesh.size) or ELSEWHERE) if host else None
@@ -219,7 +219,7 @@ class Placer:
 
     def parted(self, leaves: Sequence[Leaf], rows: Rows) -> list[Leaf]:
         """Return the leaves, those that would be parts of unequal lengths as `Part`."""
-        rows_of_leaves = zip(leaves, rows.own, rows.total, strict=True)
+        rows_of_leaves = zip(leaves, rows.here, rows.total, strict=True)
         return [
             x if here is None or total is None or total == self.parts.rows_of_all(here) else batch.Part(x, total)
             for x, here, total in rows_of_leaves
