@@ -68,7 +68,7 @@ MUTANTS: list[Mutant] = [
     Mutant("looked up at another device's rows", "jaxdist/placements/lookups.py",
            "jnp.where(_is(indices, column), indices - start, indices)", "indices",
            "tests/oracle/test_meshes.py -k vocabulary"),
-    Mutant("a gradient is whatever is summed", "jaxdist/placements/walk.py", "[Partial(gradient=node.backward)]",
+    Mutant("a gradient is whatever is summed", "jaxdist/placements/propagate.py", "[Partial(gradient=node.backward)]",
            "[Partial(gradient=True)]", "tests/oracle/test_steps.py -k compressed"),
     Mutant("matrices go to owners and come back in another order", "jaxdist/placements/owned.py",
            "lax.slice_in_dim(x, k, k + 1)", "lax.slice_in_dim(x, self.parts - 1 - k, self.parts - k)",

@@ -28,8 +28,8 @@ class Node:
     backward: bool  # differentiation made it
     calls: tuple[JaxprEqn, ...] = ()  # the calls that it was inlined from, outermost first
     described: list[Any] = field(default_factory=list, init=False)  # its factors, once requested
-    # its strategy and its options, by its operands' placements: walks of a block differ in few operations
-    known: dict[Any, Any] = field(default_factory=dict, init=False)
+    # its strategies, by its operands' placements: propagations of a block differ in few operations
+    strategies: dict[Any, Any] = field(default_factory=dict, init=False)
 
     @property
     def line(self) -> str:
@@ -106,6 +106,16 @@ class Block:
     def makers(self) -> dict[int, Node]:
         """Map each value to the operation that produces it."""
         return {o: node for node in self.nodes for o in node.outs}
+
+    @functools.cached_property
+    def input_index(self) -> dict[int, int]:
+        """Map each input to its position."""
+        return {i: k for k, i in enumerate(self.inputs)}
+
+    @functools.cached_property
+    def next(self) -> dict[int, Node]:
+        """Map each value to the last operation that takes it: the only one, for a value with one use."""
+        return {i: node for node in self.nodes for i in node.ins}
 
     @functools.cached_property
     def users(self) -> dict[int, list[int]]:

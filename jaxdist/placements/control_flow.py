@@ -18,35 +18,35 @@ from jaxdist.ir.wire import kind_of, whole_bytes
 from jaxdist.mesh import AXIS, GROUP, Axis
 from jaxdist.placements.block import Node
 from jaxdist.placements.loops import bound, inside, join, throughout
-from jaxdist.placements.strategy import Propagation, Sends, Strategy, nbytes, sliced
+from jaxdist.placements.propagate import RuleContext, refuse, resolved, special
+from jaxdist.placements.strategy import DeviceContext, Propagation, Sends, Strategy, nbytes, sliced
 from jaxdist.placements.summands import is_zero
 from jaxdist.placements.values import REPLICATED, Partial, Placement, Replicated, Split, form, is_narrow
-from jaxdist.placements.walk import Walk, refuse, resolved, special
 
 
 @special("cond")
-def _cond(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
-    given, out_placements, placed = _branches(walk, node, ins[1:])
+def _cond(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
+    given, out_placements, placed = _branches(ctx, node, ins[1:])
     return Strategy([REPLICATED, *map(form, given)], out_placements, bound(placed), bodies=placed)
 
 
 @special(CHECKPOINT)
-def _checkpoint(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
-    given, out_placements, placed = _branches(walk, node, ins)
+def _checkpoint(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
+    given, out_placements, placed = _branches(ctx, node, ins)
 
-    def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
-        closed = emitter.body(placed[0])
+    def run(device: DeviceContext, node: Node, args: list[Any]) -> Sequence[Any]:
+        closed = device.body(placed[0])
         jaxpr = compat.with_constants_as_inputs(closed.jaxpr)
-        return emitter.bind(node, [*closed.consts, *args], {**node.eqn.params, "jaxpr": jaxpr})
+        return device.bind(node, [*closed.consts, *args], {**node.eqn.params, "jaxpr": jaxpr})
 
     return Strategy([form(p) for p in given], out_placements, run, bodies=placed)
 
 
 def _branches(
-    walk: Walk, node: Node, ins: Sequence[Placement]
+    ctx: RuleContext, node: Node, ins: Sequence[Placement]
 ) -> tuple[Sequence[Placement], list[Placement], Sequence[Propagation]]:
     """Return the placements of inputs, the shared placements of outputs, and the branches."""
-    infer, may_stay_partial = walk.infer, walk.added_up(node)
+    infer, may_stay_partial = ctx.infer, ctx.added_up(node)
     given: Sequence[Placement] = [p if isinstance(p, Partial) else throughout(p) for p in ins]
     blocks = [infer.block(body.closed, node.backward) for body in bodies(node.eqn)]
 
@@ -73,10 +73,10 @@ def _branches(
 
 
 @special("shard_map")
-def _shard_map(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
+def _shard_map(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     """Apply the user's specs; the body is already the program of one device."""
     params, mesh = node.eqn.params, node.eqn.params["mesh"]
-    own = {axis.name: axis.size for axis in walk.infer.mesh}
+    own = {axis.name: axis.size for axis in ctx.infer.mesh}
     groups = own.pop(GROUP, 1)
     own |= {AXIS: groups * own[AXIS]} if AXIS in own else {}
     if {name: size for name, size in mesh.shape.items() if size > 1} != {k: n for k, n in own.items() if n > 1}:
@@ -90,13 +90,13 @@ def _shard_map(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
         return tuple(tuple(one for axis in axes for one in (both if axis == AXIS else (axis,))) for axes in each)
 
     in_forms, out_placements = (tuple(map(names, params[name])) for name in ("in_specs", "out_specs"))
-    return _own_code(walk, node, compat.closed(params["jaxpr"]), in_forms, out_placements)
+    return _own_code(ctx, node, compat.closed(params["jaxpr"]), in_forms, out_placements)
 
 
 @special("jaxdist_own_code")
-def _placed_own_code(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
+def _placed_own_code(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     params = node.eqn.params
-    return _own_code(walk, node, params["body"], params["ins"], params["outs"])
+    return _own_code(ctx, node, params["body"], params["ins"], params["outs"])
 
 
 Cuts = tuple[tuple[str, ...], ...]  # the axes that cut each leading dimension of a value; the largest slices come first
@@ -120,20 +120,20 @@ def _whole(shape: Sequence[int], cuts: Cuts, axes: Sequence[Axis]) -> tuple[int,
     return tuple(n * math.prod(sizes.get(name, 1) for name in names) for n, names in zip(shape, by_dim, strict=True))
 
 
-def _own_code(walk: Walk, node: Node, body: ClosedJaxpr, ins: Sequence[Cuts], outs: Sequence[Cuts]) -> Strategy:
+def _own_code(ctx: RuleContext, node: Node, body: ClosedJaxpr, ins: Sequence[Cuts], outs: Sequence[Cuts]) -> Strategy:
     """Run the user's code per device; at the last axis of the mesh the body is inlined."""
-    own, mesh = walk.infer.axis, walk.infer.mesh
-    after = mesh[len(walk.infer.axes) :]
+    own, mesh = ctx.infer.axis, ctx.infer.mesh
+    after = mesh[len(ctx.infer.axes) :]
 
     def placement(i: int, cuts: Cuts) -> Placement:
         for d, names in enumerate(cuts):
             if own.name in names:
                 outer = math.prod(axis.size for axis in after if axis.name in names[: names.index(own.name)])
-                size = walk.block.avals[i].shape[d] // outer
+                size = ctx.block.avals[i].shape[d] // outer
                 return Split(d, size, size // own.size, outer)
         return REPLICATED
 
-    def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
+    def run(device: DeviceContext, node: Node, args: list[Any]) -> Sequence[Any]:
         if not after:
             return _Untyped([axis.name for axis in mesh]).run(body, *args)
         return own_code_p.bind(*args, body=body, ins=tuple(ins), outs=tuple(outs), axes=after)
@@ -218,32 +218,32 @@ def _without_sharding(_: Interpreter, eqn: Any, *args: Any) -> Any:
 
 
 @special("debug_callback", "debug_print")
-def _debug(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
+def _debug(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     """Run a debug callback once, on the root, with whole values."""
     if any("Ordered" in type(effect).__name__ for effect in node.eqn.effects):
         raise refuse(node, "ordered=True is not possible on several devices: JAX orders effects on one device only")
-    _check_types(walk, node)
+    _check_types(ctx, node)
 
-    def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
-        lax.cond(emitter.index == 0, lambda xs: [emitter.bind(node, xs), ()][1], lambda xs: (), tuple(args))
+    def run(device: DeviceContext, node: Node, args: list[Any]) -> Sequence[Any]:
+        lax.cond(device.index == 0, lambda xs: [device.bind(node, xs), ()][1], lambda xs: (), tuple(args))
         return []
 
     return Strategy([REPLICATED] * len(ins), [], run, why=f"{node.name} shows whole values")
 
 
 @special("pure_callback", "io_callback")
-def _callback(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
+def _callback(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     """Run a callback on the root and send its results to all."""
-    outs = [walk.block.avals[o] for o in node.outs]
-    _check_types(walk, node)
+    outs = [ctx.block.avals[o] for o in node.outs]
+    _check_types(ctx, node)
 
-    def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
+    def run(device: DeviceContext, node: Node, args: list[Any]) -> Sequence[Any]:
         def call(xs: Any) -> tuple[Any, ...]:
-            return tuple(emitter.bind(node, xs))
+            return tuple(device.bind(node, xs))
 
         nothing = lambda xs: tuple(jnp.zeros(a.shape, a.dtype) for a in outs)
-        results = lax.cond(emitter.index == 0, call, nothing, tuple(args))
-        return [emitter.from_root(x) for x in results]
+        results = lax.cond(device.index == 0, call, nothing, tuple(args))
+        return [device.from_root(x) for x in results]
 
     why = "a callback runs on the root"
     return Strategy([REPLICATED] * len(ins), [REPLICATED] * len(outs), run, sends=_sent_from_root(outs), why=why)
@@ -254,16 +254,16 @@ def _sent_from_root(avals: Sequence[Any]) -> list[Sends]:
     return [Sends("all-reduce", nbytes(aval)) for aval in avals if aval.size]
 
 
-def _check_types(walk: Walk, node: Node) -> None:
+def _check_types(ctx: RuleContext, node: Node) -> None:
     # JAX unpacks what takes less than a byte on threads that wait for the other devices.
     for i in (*node.ins, *node.outs):
-        if is_narrow(dtype := walk.block.avals[i].dtype):
+        if is_narrow(dtype := ctx.block.avals[i].dtype):
             raise refuse(node, f"on several devices a callback can't take or return {dtype}: convert it to int8")
 
 
 @special("rng_uniform")
-def _rng_uniform(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
+def _rng_uniform(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     """Let the root draw; otherwise each device would draw different numbers."""
-    run = lambda emitter, node, xs: [emitter.from_root(x) for x in emitter.bind(node, xs)]
-    sends = _sent_from_root([walk.block.avals[o] for o in node.outs])
+    run = lambda device, node, xs: [device.from_root(x) for x in device.bind(node, xs)]
+    sends = _sent_from_root([ctx.block.avals[o] for o in node.outs])
     return Strategy([REPLICATED] * len(ins), [REPLICATED] * len(node.outs), run, sends=sends)

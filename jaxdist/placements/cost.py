@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from jaxdist.ir.operations import CONTRACTION, is_elementwise
 from jaxdist.machine import Machine
 from jaxdist.placements.block import Block, Node
-from jaxdist.placements.strategy import Propagation, Strategy
+from jaxdist.placements.strategy import Inference, Propagation, Strategy
 from jaxdist.placements.values import Split, local_shape
 
 # FLOPs for a matrix, divided by both dimensions and the smaller one (Golub and Van Loan, *Matrix Computations*).
@@ -20,7 +20,7 @@ _FACTORIZATION = {
 }  # fmt: skip
 
 
-def cost(placed: Propagation, infer: Any, examples: int = 1, memory: bool = True) -> float:
+def cost(placed: Propagation, infer: Inference, examples: int = 1, memory: bool = True) -> float:
     """Estimate a device's seconds for a placed step: computing, sending, and waiting for messages."""
     link, taken = infer.link, seconds(placed, infer.machine, memory) / examples
     for message, times in placed.sent():

@@ -17,8 +17,7 @@ from jaxdist.ir.operations import SHAPE_ONLY
 from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, reduce_shard_p
 from jaxdist.mesh import NAMES
 from jaxdist.placements.block import Node
-from jaxdist.placements.infer import Infer
-from jaxdist.placements.strategy import Propagation
+from jaxdist.placements.strategy import Inference, Propagation
 from jaxdist.placements.values import REPLICATED, Form, Partial, Replicated, Split, form, is_narrow, local_shape, wide
 
 
@@ -27,7 +26,7 @@ class Emitter:
 
     def __init__(
         self,
-        infer: Infer,
+        infer: Inference,
         placed: Propagation,
         compressible: Mapping[int, frozenset[int]] | None = None,
         compress: str | None = None,

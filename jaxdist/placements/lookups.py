@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.placements.block import Node
+from jaxdist.placements.propagate import RuleContext, special
 from jaxdist.placements.rules import FACTORS
 from jaxdist.placements.run import run_as_is
-from jaxdist.placements.strategy import Strategy, nbytes
+from jaxdist.placements.strategy import DeviceContext, Strategy, nbytes
 from jaxdist.placements.summands import is_zero
-from jaxdist.placements.values import REPLICATED, Deferred, Partial, Placement, Replicated, Split, form, is_wide
-from jaxdist.placements.walk import Walk, special
+from jaxdist.placements.values import REPLICATED, Deferred, Form, Partial, Placement, Replicated, Split, form, is_wide
 
 _MODES = {
     lax.GatherScatterMode.CLIP, lax.GatherScatterMode.FILL_OR_DROP, lax.GatherScatterMode.PROMISE_IN_BOUNDS
@@ -25,28 +25,28 @@ _SCATTERS = tuple(name for name in FACTORS if name.startswith("scatter"))
 
 
 @special("gather")
-def _look_up(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+def _look_up(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Look up own rows, with zeros for the rows of other devices."""
     rows, params = ins[0], node.eqn.params
-    numbers, out = params["dimension_numbers"], walk.block.avals[node.outs[0]]
-    column = _column(walk, rows, ins[1:], numbers.start_index_map, numbers.collapsed_slice_dims)
+    numbers, out = params["dimension_numbers"], ctx.block.avals[node.outs[0]]
+    column = _column(ctx, rows, ins[1:], numbers.start_index_map, numbers.collapsed_slice_dims)
     if column is None or not is_wide(out.dtype) or params["mode"] not in _MODES:
         return None
     assert isinstance(rows, Split)
-    if 2 * nbytes(out) >= nbytes(walk.block.avals[node.ins[0]]):  # to gather it is less
+    if 2 * nbytes(out) >= nbytes(ctx.block.avals[node.ins[0]]):  # to gather it is less
         return Strategy([REPLICATED] * 2, [REPLICATED], run_as_is) if rows.of_state else None
-    shape = walk.block.shapes(node.ins)[0]
+    shape = ctx.block.shapes(node.ins)[0]
     last = [shape[d] - params["slice_sizes"][d] for d in numbers.start_index_map]
     fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP  # else XLA takes the nearest
 
-    def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-        at, own, exists = _own(emitter, _signed(xs[1], None if fills else last), column, rows, shape[rows.dim])
+    def run(device: DeviceContext, node: Node, xs: list[Any]) -> Sequence[Any]:
+        at, own, exists = _own(device, _signed(xs[1], None if fills else last), column, rows, shape[rows.dim])
         if fills:  # no such row: the fill value counts once
-            own |= ~exists & (emitter.index == 0)
+            own |= ~exists & (device.index == 0)
         else:
             here = [rows.chunk - 1 if k == column else n for k, n in enumerate(last)]
             at = jnp.clip(at, 0, jnp.asarray(here, at.dtype))
-        found = emitter.bind(node, [xs[0], at], {**params, "unique_indices": False, "indices_are_sorted": False})[0]
+        found = device.bind(node, [xs[0], at], {**params, "unique_indices": False, "indices_are_sorted": False})[0]
         dims = [d for d in range(out.ndim) if d not in numbers.offset_dims]
         return [jnp.where(lax.broadcast_in_dim(own, out.shape, dims), found, jnp.zeros_like(found))]
 
@@ -54,48 +54,48 @@ def _look_up(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
 
 
 @special(*_SCATTERS)
-def _change(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+def _change(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Change each device's own rows; a deferred array is made in any slices requested."""
     rows, params = ins[0], node.eqn.params
-    numbers, shape = params["dimension_numbers"], walk.block.shapes(node.ins)[0]
+    numbers, shape = params["dimension_numbers"], ctx.block.shapes(node.ins)[0]
     mapped = numbers.scatter_dims_to_operand_dims
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     window = (d for d in range(len(shape)) if d not in gone)
-    sizes = dict(zip(window, (walk.block.shapes(node.ins)[2][d] for d in numbers.update_window_dims), strict=True))
+    sizes = dict(zip(window, (ctx.block.shapes(node.ins)[2][d] for d in numbers.update_window_dims), strict=True))
     last, clips = [shape[d] - sizes.get(d, 1) for d in mapped], params["mode"] == lax.GatherScatterMode.CLIP
 
-    def change(emitter: Any, node: Node, xs: Sequence[Any], rows: Split, column: int) -> Any:
+    def change(device: DeviceContext, node: Node, xs: Sequence[Any], rows: Split, column: int) -> Any:
         """Change this slice by the updates for its rows, and drop the rest."""
-        at, own, _ = _own(emitter, _signed(xs[1], last if clips else None), column, rows, shape[rows.dim])
+        at, own, _ = _own(device, _signed(xs[1], last if clips else None), column, rows, shape[rows.dim])
         at = jnp.where(_is(at, column) & ~own[..., None], rows.rows, at)
         new = {**params, "mode": lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False}
-        return emitter.bind(node, [xs[0], at, xs[2]], new)[0]
+        return device.bind(node, [xs[0], at, xs[2]], new)[0]
 
     if isinstance(rows, Deferred) and all(isinstance(p, (Replicated, Deferred)) for p in ins[1:]) and mapped:
 
-        def make(emitter: Any, node: Node, to: Any) -> Any:
-            column = _column(walk, to, ins[1:], mapped, numbers.inserted_window_dims)
+        def make(device: DeviceContext, node: Node, to: Form) -> Any:
+            column = _column(ctx, to, ins[1:], mapped, numbers.inserted_window_dims)
             if column is None:
-                whole = emitter.bind(node, [emitter.take(i, REPLICATED) for i in node.ins])[0]
-                return emitter.cut(whole, to) if isinstance(to, Split) else whole
+                whole = device.bind(node, [device.take(i, REPLICATED) for i in node.ins])[0]
+                return device.cut(whole, to) if isinstance(to, Split) else whole
             assert isinstance(to, Split)
-            xs = [emitter.take(node.ins[0], to), *(emitter.take(i, REPLICATED) for i in node.ins[1:])]
-            return change(emitter, node, xs, to, column)
+            xs = [device.take(node.ins[0], to), *(device.take(i, REPLICATED) for i in node.ins[1:])]
+            return change(device, node, xs, to, column)
 
         return Strategy([None] * len(ins), [Deferred()], make=make)
-    column = _column(walk, rows, ins[1:], mapped, numbers.inserted_window_dims)
+    column = _column(ctx, rows, ins[1:], mapped, numbers.inserted_window_dims)
     if column is None:
         return None
     assert isinstance(rows, Split)
-    run = lambda emitter, node, xs: [change(emitter, node, xs, rows, column)]
+    run = lambda device, node, xs: [change(device, node, xs, rows, column)]
     return Strategy([form(rows), REPLICATED, REPLICATED], [replace(form(rows), of_state=rows.of_state)], run)
 
 
 def _column(
-    walk: Walk, rows: Any, others: Sequence[Placement], mapped: Sequence[int], single: Sequence[int]
+    ctx: RuleContext, rows: Any, others: Sequence[Placement], mapped: Sequence[int], single: Sequence[int]
 ) -> int | None:
     """Return the column of indices that selects split rows, if every device has all else."""
-    if not isinstance(rows, Split) or rows.outer > 1 or rows.whole or (rows.is_padded(walk.n) and not rows.of_state):
+    if not isinstance(rows, Split) or rows.outer > 1 or rows.whole or (rows.is_padded(ctx.n) and not rows.of_state):
         return None
     if rows.dim not in mapped or rows.dim not in single or any(isinstance(p, Split) for p in others):
         return None
@@ -111,9 +111,9 @@ def _signed(indices: Any, last: Sequence[int] | None) -> Any:
     return indices if last is None else jnp.clip(indices, 0, jnp.asarray(last, dtype))
 
 
-def _own(emitter: Any, indices: Any, column: int, rows: Split, size: int) -> tuple[Any, Any, Any]:
+def _own(device: DeviceContext, indices: Any, column: int, rows: Split, size: int) -> tuple[Any, Any, Any]:
     """Return indices relative to this device's rows, and masks: found here, valid anywhere."""
-    at, start = indices[..., column], (emitter.index * rows.chunk).astype(indices.dtype)
+    at, start = indices[..., column], (device.index * rows.chunk).astype(indices.dtype)
     exists = (at >= 0) & (at < size)
     own = exists & (at >= start) & (at < start + rows.chunk)
     return jnp.where(_is(indices, column), indices - start, indices), own, exists
@@ -127,28 +127,28 @@ def _is(indices: Any, column: int) -> Any:
 
 
 @special("gather", *_SCATTERS)
-def _own_rows(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+def _own_rows(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Take positions out of the indices: then the rows are a dimension of both that is only mapped over."""
     if not any(isinstance(p, Split) for p in ins):
         return None
-    operand, (whole, indices, *_) = ins[0], walk.block.shapes(node.ins)
+    operand, (whole, indices, *_) = ins[0], ctx.block.shapes(node.ins)
     _, single, mapped, _, along = node.eqn.params["dimension_numbers"]
     found = [
         (column, row)
         for column, d in enumerate(mapped)
         if d in single and (not isinstance(operand, Split) or operand.dim == d)
-        and (row := _place(walk, node.ins[1], column)) is not None and row not in along and indices[row] == whole[d]
+        and (row := _place(ctx, node.ins[1], column)) is not None and row not in along and indices[row] == whole[d]
     ]  # fmt: skip
     if not found:
         return None
     (column, row), *_ = found
     mapping = _mapping(node, column, row)
-    if (strategy := walk.by_factors(mapping, ins, walk.block.factors(mapping))) is None:
+    if (strategy := ctx.by_factors(mapping, ins, ctx.block.factors(mapping))) is None:
         return None
 
-    def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+    def run(device: DeviceContext, node: Node, xs: list[Any]) -> Sequence[Any]:
         assert strategy.run is not None
-        return strategy.run(emitter, mapping, [xs[0], jnp.delete(xs[1], column, -1), *xs[2:]])
+        return strategy.run(device, mapping, [xs[0], jnp.delete(xs[1], column, -1), *xs[2:]])
 
     return replace(strategy, run=run)
 
@@ -165,41 +165,41 @@ def _mapping(node: Node, column: int, row: int) -> Node:
     return Node(eqn, node.ins, node.outs, node.backward, node.calls)
 
 
-def _place(walk: Walk, i: int, column: int) -> int | None:
+def _place(ctx: RuleContext, i: int, column: int) -> int | None:
     """Return the dimension along which a column of the indices counts positions, if any."""
-    node, last = walk.block.makers.get(i), walk.block.avals[i].ndim - 1
+    node, last = ctx.block.makers.get(i), ctx.block.avals[i].ndim - 1
     if node is not None and node.name == "concatenate" and node.eqn.params["dimension"] == last:
         start = 0
         for operand in node.ins:
-            width = walk.block.avals[operand].shape[last]
+            width = ctx.block.avals[operand].shape[last]
             if start <= column < start + width:
-                return _counts(walk, operand) if width == 1 else None
+                return _counts(ctx, operand) if width == 1 else None
             start += width
-    return _counts(walk, i) if walk.block.avals[i].shape[last] == 1 else None
+    return _counts(ctx, i) if ctx.block.avals[i].shape[last] == 1 else None
 
 
-def _counts(walk: Walk, i: int) -> int | None:
+def _counts(ctx: RuleContext, i: int) -> int | None:
     """Return the dimension along which each entry of a value equals its own index, if any."""
-    node, (new, dtype) = walk.block.makers.get(i), (walk.block.avals[i].shape, walk.block.avals[i].dtype)
+    node, (new, dtype) = ctx.block.makers.get(i), (ctx.block.avals[i].shape, ctx.block.avals[i].dtype)
     if node is None or not jnp.issubdtype(dtype, jnp.integer) or jnp.iinfo(dtype).max < max(new, default=0):
         return None  # a small integer starts again from 0
     params = node.eqn.params
     if node.name == "iota":
         return params["dimension"]
     if node.name == "convert_element_type":
-        return _counts(walk, node.ins[0])
+        return _counts(ctx, node.ins[0])
     if node.name == "select_n" and len(node.ins) == 3:  # from the end if negative: never
-        below = walk.block.makers.get(node.ins[0])
+        below = ctx.block.makers.get(node.ins[0])
         if (
             below is None
             or below.name != "lt"
             or below.ins[0] != node.ins[1]
-            or not is_zero(walk.placements[below.ins[1]])
+            or not is_zero(ctx.placements[below.ins[1]])
         ):
             return None
-        return _counts(walk, node.ins[1])
+        return _counts(ctx, node.ins[1])
     if node.name in ("broadcast_in_dim", "reshape") and len(node.ins) == 1:
-        d, old = _counts(walk, node.ins[0]), walk.block.avals[node.ins[0]].shape
+        d, old = _counts(ctx, node.ins[0]), ctx.block.avals[node.ins[0]].shape
         if d is None:
             return None
         if node.name == "broadcast_in_dim":

@@ -12,11 +12,10 @@ from jaxdist.ir.interpreter import CONTROL_FLOW, bodies, has_effect, with_bodies
 from jaxdist.ir.operations import ADDITION, FOR_ITSELF
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.cost import seconds
-from jaxdist.placements.infer import Infer
-from jaxdist.placements.strategy import Propagation, Strategy, nbytes, sliced
+from jaxdist.placements.propagate import RuleContext, resolved, special
+from jaxdist.placements.strategy import DeviceContext, Inference, Propagation, Strategy, nbytes, sliced
 from jaxdist.placements.summands import is_zero
 from jaxdist.placements.values import REPLICATED, Deferred, Partial, Placement, Replicated, Split, form, is_wide, tile
-from jaxdist.placements.walk import Walk, resolved, special
 
 _ADDS = ADDITION | CONTROL_FLOW | {"sub", "convert_element_type", "select_n"}
 _MOST_ROUNDS = 12
@@ -91,9 +90,9 @@ def _after(a: Placement, b: Placement, needed: bool) -> Placement:
 def bound(placed: Sequence[Propagation]) -> Callable[..., Sequence[Any]]:
     """Return a function that runs control flow with placed bodies."""
 
-    def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
-        made = {id(body.closed): emitter.body(one) for body, one in zip(bodies(node.eqn), placed, strict=True)}
-        return emitter.bind(node, args, with_bodies(node.eqn, lambda closed: made[id(closed)]))
+    def run(device: DeviceContext, node: Node, args: list[Any]) -> Sequence[Any]:
+        made = {id(body.closed): device.body(one) for body, one in zip(bodies(node.eqn), placed, strict=True)}
+        return device.bind(node, args, with_bodies(node.eqn, lambda closed: made[id(closed)]))
 
     return run
 
@@ -108,17 +107,17 @@ def _out(carry: Sequence[Placement]) -> list[Placement]:
 
 
 @special("scan")
-def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
-    infer = walk.infer
+def _scan(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
+    infer = ctx.infer
     (body,) = bodies(node.eqn)
     first, rest = body.carry.start, body.carry.stop
     block = infer.block(body.closed, node.backward)
     over_batch = any(isinstance(p, Split) and p.dim == 0 and not p.of_state for p in ins[rest:])
-    if over_batch and (strategy := _own_turns(walk, node, ins, block, first, rest)):
+    if over_batch and (strategy := _own_turns(ctx, node, ins, block, first, rest)):
         return strategy
-    later = walk.added_up(node).intersection(body.ys)
+    later = ctx.added_up(node).intersection(body.ys)
     consts: Sequence[Placement] = [throughout(p) for p in ins[:first]]
-    xs = [_unscanned(infer, inside(p), walk.block.avals[i]) for p, i in zip(ins[rest:], node.ins[rest:], strict=True)]
+    xs = [_unscanned(infer, inside(p), ctx.block.avals[i]) for p, i in zip(ins[rest:], node.ins[rest:], strict=True)]
 
     def place(consts: Any, carry: Any, xs: Any, wants: Any = None) -> Propagation:
         inner = [replace(p, dim=p.dim - 1) if isinstance(p, Split) else REPLICATED for p in xs]
@@ -128,7 +127,7 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
         return _carried(block, ins[first:rest], first, lambda carry: place(consts, carry, xs))
 
     carry, placed = settle(xs)
-    examples = sum(nbytes(walk.block.avals[i]) for i in node.ins[rest:])
+    examples = sum(nbytes(ctx.block.avals[i]) for i in node.ins[rest:])
     if over_batch and placed.communicates and _is_little(infer, examples):
         # Little sequential work: one gather of the batch may cost less than a message per turn.
         gathered = [p if isinstance(p, Split) and p.of_state else REPLICATED for p in xs]
@@ -138,7 +137,7 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     consts, (placed,) = sliced(consts, [placed], lambda cut: [place(cut, carry, xs)])
     wants, out_placements = [form(p) for p in carry], _out(carry)
     for k in body.ys:
-        p = resolved(_stacked(walk, node.outs[k], placed.returned(k), k in later))
+        p = resolved(_stacked(ctx, node.outs[k], placed.returned(k), k in later))
         wants.append(form(p))
         outer = replace(p, dim=p.dim + 1, whole=False, requested=False) if isinstance(p, Split) else p
         out_placements.append(Replicated() if isinstance(outer, Replicated) else outer)
@@ -146,22 +145,22 @@ def _scan(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     return Strategy([form(p) for p in (*consts, *carry, *xs)], out_placements, bound([placed]), bodies=[placed])
 
 
-def _stacked(walk: Walk, o: int, p: Placement, later: bool) -> Placement:
+def _stacked(ctx: RuleContext, o: int, p: Placement, later: bool) -> Placement:
     """Place a turn's part of a stacked result: large summands are reduced, unless they are added up later."""
-    aval = walk.block.avals[o]
-    if not isinstance(p, Partial) or later or _is_little(walk.infer, nbytes(aval)):
+    aval = ctx.block.avals[o]
+    if not isinstance(p, Partial) or later or _is_little(ctx.infer, nbytes(aval)):
         return p
-    dim = walk.infer.marked(walk.block).get(o)
-    return walk.infer.shard(dim - 1, aval.shape[dim]) if dim else REPLICATED
+    dim = ctx.infer.marked(ctx.block).get(o)
+    return ctx.infer.shard(dim - 1, aval.shape[dim]) if dim else REPLICATED
 
 
-def _is_little(infer: Infer, size: int) -> bool:
+def _is_little(infer: Inference, size: int) -> bool:
     """Check whether to send an array once, before or after the loop, as it takes less than a message's latency."""
     # Larger arrays are sent in each turn, which overlaps with the next, straight into slices if a mark wants them.
     return infer.link.seconds("all-gather", size) <= infer.link.latency
 
 
-def _unscanned(infer: Infer, p: Placement, aval: Any) -> Placement:
+def _unscanned(infer: Inference, p: Placement, aval: Any) -> Placement:
     """Move the split of a scanned array to a dimension that the loop does not run over."""
     if not isinstance(p, Split) or p.dim:
         return p
@@ -172,7 +171,7 @@ def _unscanned(infer: Infer, p: Placement, aval: Any) -> Placement:
 
 
 def _own_turns(
-    walk: Walk, node: Node, ins: Sequence[Placement], block: Block, first: int, rest: int
+    ctx: RuleContext, node: Node, ins: Sequence[Placement], block: Block, first: int, rest: int
 ) -> Strategy | None:
     """Split a loop over the batch whose turns are independent but for sums of results."""
     if any(has_effect(n.eqn) or n.name in FOR_ITSELF for n in block.nodes):
@@ -185,16 +184,16 @@ def _own_turns(
         if block.uses[i] != 1 or block.uses[o] != 1 or not is_wide(block.avals[i].dtype):
             return None
     split = next(p for p in ins[rest:] if isinstance(p, Split) and p.dim == 0 and not p.of_state)
-    if split.outer > 1 and carried and split.is_padded(walk.n):
+    if split.outer > 1 and carried and split.is_padded(ctx.n):
         return None
     to = form(split)
     params, count = node.eqn.params, rest - first
     body = jaxpr_as_fun(params["jaxpr"])
 
-    def run(emitter: Any, node: Node, args: list[Any]) -> Sequence[Any]:
+    def run(device: DeviceContext, node: Node, args: list[Any]) -> Sequence[Any]:
         consts, carry, xs = args[:first], args[first:rest], args[rest:]
-        padded = split.is_padded(emitter.n)
-        counts = emitter.real(replace(split, dim=0), 1) if padded and carry else None
+        padded = split.is_padded(device.n)
+        counts = device.real(replace(split, dim=0), 1) if padded and carry else None
 
         def turn(carry: Any, xs: Any) -> Any:
             xs, real = xs
@@ -216,13 +215,13 @@ def _own_turns(
 
 
 @special("while")
-def _while(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
-    infer = walk.infer
+def _while(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
+    infer = ctx.infer
     test, loop = bodies(node.eqn)
     cond, body = (infer.block(one.closed, node.backward) for one in (test, loop))
     cond_consts, consts = ([throughout(p) for p in one.split(ins)[0]] for one in (test, loop))
     if cond.avals[cond.outputs[0]].shape:
-        return _batched_while(walk, node, ins, cond_consts, consts, cond, body)
+        return _batched_while(ctx, node, ins, cond_consts, consts, cond, body)
 
     def again(carry: Sequence[Placement]) -> Propagation:
         return infer.place(cond, [*cond_consts, *carry], [REPLICATED])
@@ -242,7 +241,7 @@ def _while(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
 
 
 def _batched_while(
-    walk: Walk,
+    ctx: RuleContext,
     node: Node,
     ins: Sequence[Placement],
     cond_consts: Sequence[Placement],
@@ -251,7 +250,7 @@ def _batched_while(
     body: Block,
 ) -> Strategy:
     """Place the ``vmap`` of a loop: it runs until all examples are done, or a device's if no turn communicates."""
-    infer, avals = walk.infer, [walk.block.avals[o] for o in node.outs]
+    infer, avals = ctx.infer, [ctx.block.avals[o] for o in node.outs]
     rank = len(cond.avals[cond.outputs[0]].shape)
 
     def place(to: Placement, first: Sequence[Placement], rest: Sequence[Placement]) -> Strategy:
@@ -268,7 +267,7 @@ def _batched_while(
     return place(REPLICATED, [REPLICATED] * len(cond_consts), [REPLICATED] * len(consts))
 
 
-def _is_local(infer: Infer, placed: Propagation) -> bool:
+def _is_local(infer: Inference, placed: Propagation) -> bool:
     """Check whether a device runs a block without communication."""
     outs = zip(placed.block.outputs, placed.out_placements, placed.out_forms, strict=True)
     return not placed.communicates and not any(infer.reshard(p, to, placed.block.avals[i]) for i, p, to in outs)

@@ -16,6 +16,7 @@ from jaxdist.mesh import on_each_host
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.layouts import Cut, choose
 from jaxdist.placements.run import run_as_is
+from jaxdist.placements.strategy import Inference, Propagation
 from jaxdist.placements.values import REPLICATED, Form, Partial, Split, reshaped
 
 _KEPT = {"state": 1, "parameter": 3, "requested": 0}  # the level from which an input is in shards
@@ -49,7 +50,7 @@ class Marks:
         ]
 
 
-def marks(infer: Any, block: Block, level: int | None) -> Marks:
+def marks(infer: Inference, block: Block, level: int | None) -> Marks:
     """Collect the marks of a step."""
     found = Marks()
     _follow(infer, block, [_From(i) for i in range(len(block.inputs))], found, level)
@@ -62,7 +63,7 @@ def marks(infer: Any, block: Block, level: int | None) -> Marks:
 
 
 def _follow(
-    infer: Any, block: Block, inputs: Sequence[_From | None], found: Marks, level: int | None
+    infer: Inference, block: Block, inputs: Sequence[_From | None], found: Marks, level: int | None
 ) -> list[_From | None]:
     at = dict(zip(block.inputs, inputs, strict=True))
     for node in block.traced:
@@ -76,7 +77,7 @@ def _follow(
 
 
 def _in_bodies(
-    infer: Any, node: Node, args: Sequence[_From | None], found: Marks, level: int | None
+    infer: Inference, node: Node, args: Sequence[_From | None], found: Marks, level: int | None
 ) -> Sequence[_From | None]:
     """Follow inputs through bodies; keep sources that all branches agree on and no turn changes."""
     every = []
@@ -120,7 +121,7 @@ def _mark(params: Mapping[str, Any], source: _From | None, own: int, found: Mark
                 found.offloaded.add(source.index)
 
 
-def marked(infer: Any, block: Block) -> dict[int, int]:
+def marked(infer: Inference, block: Block) -> dict[int, int]:
     """Map each value that leads to a mark to the dimension that the mark will split."""
     found: dict[int, int] = {}
     for node in reversed(block.nodes):
@@ -146,20 +147,20 @@ def marked(infer: Any, block: Block) -> dict[int, int]:
     return found
 
 
-def used_in_slices(walk: Any) -> dict[int, Split]:
+def used_in_slices(infer: Inference, placed: Propagation) -> dict[int, Split]:
     """Find summands of which each device uses one slice, like the gradient of a gathered value, and the slices."""
-    block, at = walk.block, walk.placements
+    block, at = placed.block, placed.placements
     taken: dict[int, set[Form]] = {i: {REPLICATED} for i in block.outputs}
     found: dict[int, Split] = {}
-    for node, strategy in zip(reversed(block.nodes), reversed(walk.placed.strategies), strict=True):
+    for node, strategy in zip(reversed(block.nodes), reversed(placed.strategies), strict=True):
         in_forms = [to or REPLICATED for to in strategy.in_forms]
         for i, given in zip(node.outs, strategy.out_placements, strict=True):
-            if isinstance(given, Partial) and (to := _slice(taken.get(i))) and to.is_tile(walk.n):
+            if isinstance(given, Partial) and (to := _slice(taken.get(i))) and to.is_tile(infer.devices):
                 found[i] = to
         # Work that is repeated on the way can be cut too.
         whole = strategy.run is run_as_is and not any(isinstance(at[i], Split) for i in node.ins)
         to = _slice(taken.get(node.outs[0])) if whole and len(node.outs) == 1 and not node.eqn.effects else None
-        described = walk.block.factors(node) if to else None
+        described = block.factors(node) if to else None
         factor = described.results[0][to.dim] if described and to else None
         if described and to and factor is not None:
             in_forms = [to.along(dims.index(factor)) if factor in dims else REPLICATED for dims in described.operands]

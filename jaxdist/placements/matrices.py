@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxdist.ir.interpreter import has_effect
 from jaxdist.ir.operations import CONTRACTION, FOR_ITSELF, LINEAR, is_elementwise
 from jaxdist.placements.block import Block, Classes, Node
-from jaxdist.placements.strategy import Propagation, Strategy, nbytes
+from jaxdist.placements.strategy import Inference, Propagation, Strategy, nbytes
 from jaxdist.placements.values import Partial, Placement, Replicated, Split
 
 
@@ -62,7 +62,7 @@ def bytes_sent(placed: Propagation, component: Component) -> int:
     return sum(nbytes(placed.block.avals[i]) for i in (*sliced, *component.outs))
 
 
-def components(infer: Any, placed: Propagation, moved: Counter[int]) -> list[Component]:
+def components(infer: Inference, placed: Propagation, moved: Counter[int]) -> list[Component]:
     """Find components. Control flow is one operation, unless more are inside than around it."""
     whole = [
         is_whole_work(n, s, placed.placements, moved)
@@ -87,7 +87,7 @@ class _Finder:
     # A value has a stage and, if it depends on whole-matrix work of that stage, a component. An
     # operation that no component may contain ends a stage; the rest waits for it.
 
-    def __init__(self, infer: Any, placed: Propagation, moved: Counter[int], whole: Sequence[bool], most: int):
+    def __init__(self, infer: Inference, placed: Propagation, moved: Counter[int], whole: Sequence[bool], most: int):
         self._most, self._whole = most, whole
         self.infer, self.placed, self.block = infer, placed, placed.block
         self._moved = [moved[id(node)] for node in self.block.nodes]

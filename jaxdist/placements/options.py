@@ -6,14 +6,13 @@ the next. So operations switch in groups. Tries are counted, not timed, so that 
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 from jaxdist.placements.block import TO_A_SUM, Block, Classes, Node
 from jaxdist.placements.cost import cost, descend
 from jaxdist.placements.marks import used_in_slices
-from jaxdist.placements.strategy import Propagation
+from jaxdist.placements.propagate import Choice, propagate
+from jaxdist.placements.strategy import Inference, Propagation
 from jaxdist.placements.values import REPLICATED, Partial, Placement
-from jaxdist.placements.walk import Choice, Walk
 
 _OPERATIONS, _FEWEST = 30_000, 8  # limit on walks of a block: fewer the more operations it has, down to a minimum
 _SURE = 1 / 5  # extra weight of messages that only a switched option sends; estimates are not more accurate
@@ -22,22 +21,23 @@ On = frozenset[int]  # the groups of operations that are switched
 
 
 def best(
-    infer: Any, block: Block, ins: Sequence[Placement], may_stay_partial: frozenset[int] = frozenset()
+    infer: Inference, block: Block, ins: Sequence[Placement], may_stay_partial: frozenset[int] = frozenset()
 ) -> Propagation:
     """Place a block at the least cost, without owners except in its bodies."""
-    walk = Walk(infer, block, ins, may_stay_partial)
-    groups = _groups(walk)
+    default = propagate(infer, block, ins, may_stay_partial)
+    groups = _groups(infer, default)
     if not groups:
-        return walk.placed
-    default, known = _messages(walk.placed), dict[On, tuple[float, Propagation]]()
+        return default
+    messages, known = _messages(default), dict[On, tuple[float, Propagation]]()
     most = max(_FEWEST, _OPERATIONS // max(len(block.nodes), 1))
 
     def value(on: On) -> float:
         if on not in known:
             if len(known) > most:
                 return float("inf")
-            placed = walk.again(_together([groups[k] for k in sorted(on)])).placed if on else walk.placed
-            others = _messages(placed) - default
+            choice = _together([groups[k] for k in sorted(on)])
+            placed = propagate(infer, block, ins, may_stay_partial, choice) if on else default
+            others = _messages(placed) - messages
             unsure = sum(times * infer.link.seconds(*message) for message, times in others.items())
             known[on] = _cost(infer, placed) + _SURE * unsure, placed
         return known[on][0]
@@ -54,7 +54,7 @@ def _together(chosen: Sequence[Choice]) -> Choice:
     )
 
 
-def _cost(infer: Any, placed: Propagation) -> float:
+def _cost(infer: Inference, placed: Propagation) -> float:
     """Return the cost of a block, including reductions still pending."""
     if placed.block.outermost:
         wants = [REPLICATED if isinstance(p, Partial) else None for p in placed.out_placements]
@@ -70,30 +70,30 @@ def _messages(placed: Propagation) -> Counter[tuple[str, int]]:
     return found
 
 
-def _groups(walk: Walk) -> list[Choice]:
+def _groups(infer: Inference, default: Propagation) -> list[Choice]:
     """Return the groups of operations that share a weight, a sum or a line, ordered by their first operations."""
-    classes = Classes[Hashable]()
-    alternatives = [(node, one.name) for node, one in walk.alternatives]
+    classes, block = Classes[Hashable](), default.block
+    alternatives = [(node, strategy.name) for node, strategy in default.alternatives]
     for node, name in alternatives:
-        for tie in (*_ties(walk, node), (node.name, node.line, *walk.block.shapes(node.ins))):
+        for tie in (*_ties(block, node), (node.name, node.line, *block.shapes(node.ins))):
             classes.tie((id(node), name), (name, tie))
     groups: dict[Hashable, dict[int, str]] = {}
     for node, name in alternatives:
         groups.setdefault(classes.of((id(node), name)), {})[id(node)] = name
-    found = [Choice(names) for names in groups.values()]
-    if slices := used_in_slices(walk):
-        found.append(Choice(slices=slices))
-    return found
+    choices = [Choice(names) for names in groups.values()]
+    if slices := used_in_slices(infer, default):
+        choices.append(Choice(slices=slices))
+    return choices
 
 
-def _ties(walk: Walk, node: Node) -> list[Hashable]:
+def _ties(block: Block, node: Node) -> list[Hashable]:
     """Return the weights that an operation takes, and the sums that its results are terms of."""
-    block, found = walk.block, list[Hashable]()
+    ties = list[Hashable]()
     for i in map(block.source, node.ins):
-        if i in walk.inputs:
-            found.append(("weight", i))
+        if i in block.input_index:
+            ties.append(("weight", i))
     for o in node.outs:
-        while block.uses[o] == 1 and o in walk.next and walk.next[o].name in TO_A_SUM:
-            o = walk.next[o].outs[0]
-        found.append(("sum", o))
-    return found
+        while block.uses[o] == 1 and o in block.next and block.next[o].name in TO_A_SUM:
+            o = block.next[o].outs[0]
+        ties.append(("sum", o))
+    return ties

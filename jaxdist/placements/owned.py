@@ -16,23 +16,23 @@ from jaxdist.ir.primitives import joined, slices
 from jaxdist.placements.block import Node
 from jaxdist.placements.emit import Emitter
 from jaxdist.placements.owners import Owned, Work, owners_p
-from jaxdist.placements.strategy import Sends, Strategy
+from jaxdist.placements.propagate import RuleContext, special
+from jaxdist.placements.strategy import DeviceContext, Sends, Strategy
 from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, local_shape
-from jaxdist.placements.walk import Walk, special
 
 
 @special(owners_p.name)
-def _owners(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
+def _owners(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     assert isinstance(node, Owned)
     first = node.works[0]
     if first.owner is None:  # a stack
         placed = first.placed
 
-        def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
-            return Emitter(emitter.infer, placed).run(xs)
+        def run(device: DeviceContext, node: Node, xs: list[Any]) -> Sequence[Any]:
+            return Emitter(device.infer, placed).run(xs)
 
         return Strategy(placed.in_forms, placed.out_placements, run, bodies=[placed])
-    infer, avals = walk.infer, walk.block.avals
+    infer, avals = ctx.infer, ctx.block.avals
 
     def sliced(i: int) -> Any:
         dim = infer.choose(avals[i].shape)
@@ -41,7 +41,7 @@ def _owners(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     def taken(i: int, p: Placement) -> Form:
         if not isinstance(p, Split) or p.whole:
             return REPLICATED
-        return form(p if p.is_tile(walk.n) else sliced(i))
+        return form(p if p.is_tile(ctx.n) else sliced(i))
 
     in_forms = [taken(i, p) for i, p in zip(node.ins, ins, strict=True)]
     out_placements: list[Placement] = [sliced(o) for o in node.outs]
@@ -56,8 +56,8 @@ def _owners(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
     returned = {k: [o for work in works for o in work.component.outs] for k, works in by_owner.items()}
     there = _Parcels(sent, {i: (to.shape(avals[i].shape), avals[i].dtype) for i, to in arriving.items()})
     back = _Parcels(returned, {o: (local_shape(avals[o].shape, to), avals[o].dtype) for o, to in leaving.items()})
-    sends = [Sends("all-to-all", size * walk.n**2, of_state=True) for size in (*there.row_bytes(), *back.row_bytes())]
-    owners = _Run(by_owner, arriving, leaving, there, back, walk.n)
+    sends = [Sends("all-to-all", size * ctx.n**2, of_state=True) for size in (*there.row_bytes(), *back.row_bytes())]
+    owners = _Run(by_owner, arriving, leaving, there, back, ctx.n)
     return Strategy(in_forms, out_placements, owners, bodies=[work.placed for work in busiest], sends=sends)
 
 
@@ -72,7 +72,7 @@ class _Run:
     back: "_Parcels"
     parts: int  # number of devices that share a matrix
 
-    def __call__(self, emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+    def __call__(self, device: DeviceContext, node: Node, xs: list[Any]) -> Sequence[Any]:
         held, there, back = dict(zip(node.ins, xs, strict=True)), self.there, self.back
 
         def run_works(owner: int, arrived: Parcels) -> Parcels:
@@ -81,7 +81,7 @@ class _Run:
                 values[i] = joined(parts, self.arriving[i].dim, self.arriving[i].size)
             rows: dict[int, Any] = {}
             for work in self.works.get(owner, ()):
-                results = Emitter(emitter.infer, work.placed).run([values[i] for i in work.component.ins])
+                results = Emitter(device.infer, work.placed).run([values[i] for i in work.component.ins])
                 for o, x in zip(work.component.outs, results, strict=True):
                     to = self.leaving[o]
                     whole = not isinstance(to, Split)
@@ -94,9 +94,9 @@ class _Run:
         turn = [owners.index(k) if k in self.works else len(owners) for k in range(self.parts)]
         mine = [there.closed(k, {i: held[i][None] for i in self.arriving}, 1) for k in range(self.parts)]
         sent = {key: jnp.concatenate([row[key] for row in mine]) for key in there.widths}
-        trade = lambda x: lax.all_to_all(x, emitter.axis, split_axis=0, concat_axis=0, tiled=True)
+        trade = lambda x: lax.all_to_all(x, device.axis, split_axis=0, concat_axis=0, tiled=True)
         arrived = jax.tree.map(trade, sent)
-        returned = jax.tree.map(trade, lax.switch(jnp.asarray(turn)[emitter.index], branches, arrived))
+        returned = jax.tree.map(trade, lax.switch(jnp.asarray(turn)[device.index], branches, arrived))
         found: dict[int, Any] = {}
         for k in owners:
             row = {key: lax.slice_in_dim(x, k, k + 1) for key, x in returned.items()}

@@ -20,7 +20,7 @@ from jaxdist.placements.cost import seconds, seconds_of
 from jaxdist.placements.marks import asked
 from jaxdist.placements.matrices import Component, bytes_moved, bytes_sent, components, is_whole_work
 from jaxdist.placements.options import best
-from jaxdist.placements.strategy import Propagation, nbytes
+from jaxdist.placements.strategy import Inference, Propagation, nbytes
 from jaxdist.placements.values import REPLICATED, Partial, Placement, Split, tile
 
 Way = Literal["slices", "owners"] | None  # the way to run whole-matrix work; None picks the cheaper one
@@ -70,7 +70,7 @@ def way(closed: ClosedJaxpr) -> Way:
     return found.pop() if found else None
 
 
-def with_owners(infer: Any, placed: Propagation) -> Block | None:
+def with_owners(infer: Inference, placed: Propagation) -> Block | None:
     """Return a block with owners for whole-matrix work, or None if that does not pay."""
     moved = bytes_moved(placed)
     found = components(infer, placed, moved)
@@ -86,7 +86,7 @@ def with_owners(infer: Any, placed: Propagation) -> Block | None:
 
 
 def _chosen(
-    infer: Any, placed: Propagation, on_slices: dict[int, float], always: set[int], found: Sequence[Component]
+    infer: Inference, placed: Propagation, on_slices: dict[int, float], always: set[int], found: Sequence[Component]
 ) -> list[list[Work]]:
     """Choose which components of one stage get owners, in groups that become one operation each."""
     n, link = infer.devices, infer.link
@@ -125,7 +125,7 @@ def _assign(works: Sequence[Work], n: int, link: Link) -> float:
     return max(devices)[0] + 2 * link.latency * bool(works)
 
 
-def _costs(infer: Any, placed: Propagation, moved: Counter[int]) -> tuple[dict[int, float], set[int]]:
+def _costs(infer: Inference, placed: Propagation, moved: Counter[int]) -> tuple[dict[int, float], set[int]]:
     """Return each operation's seconds on slices (by id), and those that slices cannot run."""
     machine, link = infer.machine, infer.link
     costs: dict[int, float] = {}
@@ -149,14 +149,14 @@ def _costs(infer: Any, placed: Propagation, moved: Counter[int]) -> tuple[dict[i
     return costs, always
 
 
-def _on_one(infer: Any, placed: Propagation, component: Component) -> Work:
+def _on_one(infer: Inference, placed: Propagation, component: Component) -> Work:
     """Place a component on one device."""
     block = component.block(placed.block)
     on_one = infer.place(block, [REPLICATED] * len(block.inputs))
     return Work(component, on_one, seconds(on_one, infer.machine), bytes_sent(placed, component))
 
 
-def _stack(infer: Any, placed: Propagation, component: Component) -> Work | None:
+def _stack(infer: Inference, placed: Propagation, component: Component) -> Work | None:
     """Place a component so that each device computes some matrices of a stack independently."""
     avals = placed.block.avals
     stacked = [i for i in component.ins if isinstance(placed.placements[i], Split)]

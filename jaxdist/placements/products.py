@@ -12,17 +12,17 @@ import jax.numpy as jnp
 
 from jaxdist.mesh import GROUP, SEQUENCE
 from jaxdist.placements.block import TO_A_SUM, Node
+from jaxdist.placements.propagate import RuleContext, alternative
 from jaxdist.placements.rules import Factors
 from jaxdist.placements.strategy import IN_PLACE, Strategy, nbytes
 from jaxdist.placements.values import REPLICATED, Partial, Placement, Split, form, tile
-from jaxdist.placements.walk import Walk, alternative
 
 NAME = "send the examples"  # the name of the option
 
 
 @alternative("dot_general", "conv_general_dilated", "gather", "scatter-add")
-def _product(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    described = walk.block.factors(node)
+def _product(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    described = ctx.block.factors(node)
     batch = [k for k, p in enumerate(ins) if isinstance(p, Split) and not p.of_state]
     kept = [k for k, p in enumerate(ins) if isinstance(p, Split) and p.of_state]
     if described is None or not batch or len(node.outs) > 1:
@@ -31,19 +31,19 @@ def _product(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
     examples = {described.operands[k][p.dim] for k in batch if isinstance(p := ins[k], Split)}
     if len(examples) > 1 or None in examples or any(isinstance(p, Partial) for p in ins):
         return None
-    if any(jnp.issubdtype(walk.block.avals[o].dtype, jax.dtypes.extended) for o in node.outs):
+    if any(jnp.issubdtype(ctx.block.avals[o].dtype, jax.dtypes.extended) for o in node.outs):
         return None  # picks from random keys
-    if walk.infer.axis.name == GROUP or any(p.whole or p.is_padded(walk.n) or not p.is_tile(walk.n) for p in splits):
+    if ctx.infer.axis.name == GROUP or any(p.whole or p.is_padded(ctx.n) or not p.is_tile(ctx.n) for p in splits):
         return None
     (example,) = examples
     assert example is not None
     if len(kept) == 1:
-        return _with_slices(walk, node, ins, described, kept[0], example)
-    return _in_slices(walk, node, ins, described, example) if not kept else None
+        return _with_slices(ctx, node, ins, described, kept[0], example)
+    return _in_slices(ctx, node, ins, described, example) if not kept else None
 
 
 def _with_slices(
-    walk: Walk, node: Node, ins: Sequence[Placement], described: Factors, kept: int, example: int
+    ctx: RuleContext, node: Node, ins: Sequence[Placement], described: Factors, kept: int, example: int
 ) -> Strategy | None:
     """Multiply the batch with a weight that is split over the devices."""
     weight = ins[kept]
@@ -51,48 +51,52 @@ def _with_slices(
     (result,), cut = described.results, described.operands[kept][weight.dim]
     if cut is None or cut == example or example in described.operands[kept] or example not in result:
         return None
-    out = walk.block.avals[node.outs[0]]
-    back = tile(result.index(example), out.shape[result.index(example)], walk.n)
-    strategy = walk.cut(node, ins, described, cut, weight)  # some columns of all rows, or summands of all
+    out = ctx.block.avals[node.outs[0]]
+    back = tile(result.index(example), out.shape[result.index(example)], ctx.n)
+    strategy = ctx.cut(node, ins, described, cut, weight)  # some columns of all rows, or summands of all
     if strategy is None:
         return None
     summands = out if isinstance(strategy.out_placements[0], Partial) else None
-    if not _fits(walk, node, ins, strategy, walk.block.avals[node.ins[kept]], summands):
+    if not _fits(ctx, node, ins, strategy, ctx.block.avals[node.ins[kept]], summands):
         return None
     return replace(strategy, instead=IN_PLACE, out_forms=[back], name=NAME)
 
 
-def _in_slices(walk: Walk, node: Node, ins: Sequence[Placement], described: Factors, example: int) -> Strategy | None:
+def _in_slices(
+    ctx: RuleContext, node: Node, ins: Sequence[Placement], described: Factors, example: int
+) -> Strategy | None:
     """Sum over the examples in slices; gather these if not wanted: an all-reduce is a sum in slices and a gather."""
     (o,), (result,) = node.outs, described.results
-    out = walk.block.avals[o]
-    dim: int | None = walk.infer.marked(walk.block).get(o)
-    gathered = dim is None and node.backward and not _is_added_up_elsewhere(walk, o)
-    dim = walk.infer.choose(out.shape) if gathered else dim
+    out = ctx.block.avals[o]
+    dim: int | None = ctx.infer.marked(ctx.block).get(o)
+    gathered = dim is None and node.backward and not _is_added_up_elsewhere(ctx, o)
+    dim = ctx.infer.choose(out.shape) if gathered else dim
     if dim is None or described.reduced.get(example) != "sum" or (cut := result[dim]) is None:
         return None
-    slices = walk.infer.shard(dim, out.shape[dim])
-    strategy = walk.cut(node, ins, described, cut, slices)
-    if strategy is None or slices.is_padded(walk.n) or not _fits(walk, node, ins, strategy, out):
+    slices = ctx.infer.shard(dim, out.shape[dim])
+    strategy = ctx.cut(node, ins, described, cut, slices)
+    if strategy is None or slices.is_padded(ctx.n) or not _fits(ctx, node, ins, strategy, out):
         return None
     out_forms = [REPLICATED] if gathered else ()
     return replace(strategy, out_placements=[slices], instead=IN_PLACE, out_forms=out_forms, name=NAME)
 
 
-def _is_added_up_elsewhere(walk: Walk, o: int) -> bool:
+def _is_added_up_elsewhere(ctx: RuleContext, o: int) -> bool:
     """Check whether a sum also runs over a different axis: one reduction then covers both."""
-    after = walk.next.get(o)
+    after = ctx.block.next.get(o)
     while after and after.name in TO_A_SUM:
-        after = walk.next.get(after.outs[0])
+        after = ctx.block.next.get(after.outs[0])
     return after is not None and after.name == "jaxdist_all_reduce"
 
 
-def _fits(walk: Walk, node: Node, ins: Sequence[Placement], strategy: Strategy, weight: Any, made: Any = None) -> bool:
+def _fits(
+    ctx: RuleContext, node: Node, ins: Sequence[Placement], strategy: Strategy, weight: Any, made: Any = None
+) -> bool:
     """Check that batch values held whole are at most as large as a slice of the weight: they take the memory saved."""
     operands = zip(ins, strategy.in_forms, node.ins, strict=True)
-    batch = [(to, walk.block.avals[i]) for p, to, i in operands if isinstance(p, Split) and not p.of_state]
+    batch = [(to, ctx.block.avals[i]) for p, to, i in operands if isinstance(p, Split) and not p.of_state]
     whole = sum(nbytes(aval) for to, aval in batch if not isinstance(to, Split)) + (nbytes(made) if made else 0)
-    return whole <= nbytes(weight) // walk.n
+    return whole <= nbytes(weight) // ctx.n
 
 
 # --- attention over a sequence in slices
@@ -103,32 +107,32 @@ def _fits(walk: Walk, node: Node, ins: Sequence[Placement], strategy: Strategy, 
 
 
 @alternative("dot_general")
-def _heads(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+def _heads(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Multiply two values in slices, cut along a dimension that both and the result have."""
     p, q = ins
-    described = walk.block.factors(node)
-    if walk.infer.axis.name != SEQUENCE or described is None or not isinstance(p, Split) or not isinstance(q, Split):
+    described = ctx.block.factors(node)
+    if ctx.infer.axis.name != SEQUENCE or described is None or not isinstance(p, Split) or not isinstance(q, Split):
         return None
-    if any(one.whole or one.of_state or one.outer > 1 or one.is_padded(walk.n) for one in (p, q)):
+    if any(one.whole or one.of_state or one.outer > 1 or one.is_padded(ctx.n) for one in (p, q)):
         return None
     (a, b), (result,) = described.operands, described.results
-    sizes = dict(zip(result, walk.block.shapes(node.outs)[0], strict=True))
-    heads = [f for f in result if f in a and f in b and sizes[f] % walk.n == 0]
+    sizes = dict(zip(result, ctx.block.shapes(node.outs)[0], strict=True))
+    heads = [f for f in result if f in a and f in b and sizes[f] % ctx.n == 0]
     along = a[p.dim], b[q.dim]
     if not heads or None in along or along[0] == along[1]:
         return None
     factor = next((f for f in along if f in heads), heads[-1])
     assert factor is not None
-    strategy = walk.cut(node, ins, described, factor, tile(0, sizes[factor], walk.n))
-    back = _places(walk, node, described, (p, q), factor)
-    out_forms = [form(tile(result.index(back), sizes[back], walk.n))] if back is not None else ()
+    strategy = ctx.cut(node, ins, described, factor, tile(0, sizes[factor], ctx.n))
+    back = _places(ctx, node, described, (p, q), factor)
+    out_forms = [form(tile(result.index(back), sizes[back], ctx.n))] if back is not None else ()
     return strategy and replace(strategy, out_forms=out_forms, name="send the heads")
 
 
-def _places(walk: Walk, node: Node, described: Factors, ins: tuple[Split, Split], heads: int) -> int | None:
+def _places(ctx: RuleContext, node: Node, described: Factors, ins: tuple[Split, Split], heads: int) -> int | None:
     """Return the result's factor along one sequence, or None if it has two or none."""
     found = set[int | None]()
-    for p, other, dims, shape in zip(ins, ins[::-1], described.operands, walk.block.shapes(node.ins), strict=True):
+    for p, other, dims, shape in zip(ins, ins[::-1], described.operands, ctx.block.shapes(node.ins), strict=True):
         if dims[p.dim] != heads:
             found.add(dims[p.dim])
         else:  # this compares positions: take factors as long as the other operand's

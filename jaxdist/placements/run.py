@@ -10,42 +10,43 @@ import numpy as np
 from jaxdist import compat
 from jaxdist.placements.block import Node
 from jaxdist.placements.rules import Factors
-from jaxdist.placements.values import REPLICATED, Split, wide
+from jaxdist.placements.strategy import DeviceContext
+from jaxdist.placements.values import REPLICATED, Form, Split, wide
 
 
-def run_as_is(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+def run_as_is(device: DeviceContext, node: Node, xs: list[Any]) -> Sequence[Any]:
     """Run the unmodified operation."""
-    return emitter.bind(node, xs)
+    return device.bind(node, xs)
 
 
-def run_wide(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+def run_wide(device: DeviceContext, node: Node, xs: list[Any]) -> Sequence[Any]:
     """Run on summands, in their wide dtype."""
-    narrow = emitter.block.avals[node.outs[0]].dtype
+    narrow = device.block.avals[node.outs[0]].dtype
     dtype = wide(narrow)
     if node.name == "convert_element_type":
         return [xs[0].astype(dtype)]
     if dtype != narrow:
         xs = [x.astype(dtype) if getattr(x, "dtype", None) == narrow else x for x in xs]
-    return emitter.bind(node, xs)
+    return device.bind(node, xs)
 
 
-def make_in_form(emitter: Any, node: Node, to: Any) -> Any:
+def make_in_form(device: DeviceContext, node: Node, to: Form) -> Any:
     """Make a deferred value from the same slices of its operands."""
-    described, params = emitter.block.factors(node), node.eqn.params
-    if not isinstance(to, Split) or described is None:  # a bitcast may add a dimension
-        return make_whole(emitter, node, to)
-    factor = described.results[0][to.dim]
+    described, params = device.block.factors(node), node.eqn.params
+    factor = described.results[0][to.dim] if described is not None and isinstance(to, Split) else None
+    if described is None or factor is None or not isinstance(to, Split):  # a bitcast may add a dimension
+        return make_whole(device, node, to)
     in_forms = [to.along(dims.index(factor)) if factor in dims else REPLICATED for dims in described.operands]
     if described.params is not None:
         params = described.params(params, factor, to)
-    return emitter.bind(node, list(map(emitter.take, node.ins, in_forms)), params)[0]
+    return device.bind(node, list(map(device.take, node.ins, in_forms)), params)[0]
 
 
-def make_whole(emitter: Any, node: Node, to: Any) -> Any:
+def make_whole(device: DeviceContext, node: Node, to: Form) -> Any:
     """Make a deferred value whole, then cut it."""
     if isinstance(to, Split):
-        return emitter.cut(emitter.take(node.outs[0], REPLICATED), to)
-    return emitter.bind(node, [emitter.take(i, REPLICATED) for i in node.ins])[0]
+        return device.cut(device.take(node.outs[0], REPLICATED), to)
+    return device.bind(node, [device.take(i, REPLICATED) for i in node.ins])[0]
 
 
 @dataclass(frozen=True)
@@ -57,29 +58,29 @@ class Cut:
     split: Split
     kind: str | None
 
-    def __call__(self, emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+    def __call__(self, device: DeviceContext, node: Node, xs: list[Any]) -> Sequence[Any]:
         described, factor, split, kind = self.described, self.factor, self.split, self.kind
         params = node.eqn.params
         if described.params is not None:
             params = described.params(params, factor, split)
         if kind is None:
-            return emitter.bind(node, xs, params)
-        if split.is_padded(emitter.n):
+            return device.bind(node, xs, params)
+        if split.is_padded(device.n):
             for k, dims in enumerate(described.operands):
                 if factor in dims and (described.masked is None or k in described.masked):
-                    xs[k] = emitter.masked(xs[k], split.along(dims.index(factor)), _identity(kind, xs[k].dtype))
+                    xs[k] = device.masked(xs[k], split.along(dims.index(factor)), _identity(kind, xs[k].dtype))
         if kind != "sum":
-            return [emitter.across(x, kind) for x in emitter.bind(node, xs, params)]
-        dtype = emitter.block.avals[node.outs[0]].dtype
+            return [device.across(x, kind) for x in device.bind(node, xs, params)]
+        dtype = device.block.avals[node.outs[0]].dtype
         if wide(dtype) == dtype:
-            return emitter.bind(node, xs, params)
+            return device.bind(node, xs, params)
         preferred = "preferred_element_type" in params
         # XLA for CPUs multiplies no 16-bit floats into 32 bits, but converts them first anyway.
-        if not preferred or emitter.infer.machine.kind.is_cpu:
+        if not preferred or device.infer.machine.kind.is_cpu:
             xs = [x.astype(wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in xs]
         if "update_jaxpr" in params:  # an adding scatter: its parameters contain the dtype
             return [compat.scatter_add(xs, params)]
-        return emitter.bind(node, xs, {**params, "preferred_element_type": wide(dtype)} if preferred else params)
+        return device.bind(node, xs, {**params, "preferred_element_type": wide(dtype)} if preferred else params)
 
 
 def _identity(kind: str, dtype: Any) -> Any:

@@ -13,18 +13,27 @@ from jax import lax
 from jaxdist import compat
 from jaxdist.ir.primitives import count_p, counts
 from jaxdist.placements.block import Node
+from jaxdist.placements.propagate import RuleContext, special
 from jaxdist.placements.run import make_in_form, make_whole
-from jaxdist.placements.strategy import Sends, Strategy, nbytes
-from jaxdist.placements.values import REPLICATED, Deferred, Placement, Replicated, Split, form, local_shape, reshaped
-from jaxdist.placements.walk import Walk, special
+from jaxdist.placements.strategy import DeviceContext, Sends, Strategy, nbytes
+from jaxdist.placements.values import (
+    REPLICATED,
+    Deferred,
+    Form,
+    Placement,
+    Replicated,
+    Split,
+    form,
+    reshaped,
+)
 
 
 @special("reshape")
-def _reshape(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+def _reshape(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     p = ins[0]
     if len(ins) > 1 or node.eqn.params["dimensions"] is not None:
         return None
-    old, new = walk.block.shapes(node.ins)[0], walk.block.shapes(node.outs)[0]
+    old, new = ctx.block.shapes(node.ins)[0], ctx.block.shapes(node.outs)[0]
     if isinstance(p, Deferred):
         return Strategy([None], [Deferred(p.const)], make=_make_reshaped)
     if not isinstance(p, Split):
@@ -32,58 +41,59 @@ def _reshape(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | Non
     to = reshaped(p, old, new)
     if to is None:
         return None
-    run = lambda emitter, node, xs: [lax.reshape(xs[0], to.shape(new))]
+    run = lambda device, node, xs: [lax.reshape(xs[0], to.shape(new))]
     return Strategy([form(p)], [replace(to, whole=False, requested=False)], run)
 
 
-def _make_reshaped(emitter: Any, node: Node, to: Any) -> Any:
+def _make_reshaped(device: DeviceContext, node: Node, to: Form) -> Any:
     (i,), (o,) = node.ins, node.outs
-    old, new = emitter.block.avals[i].shape, emitter.block.avals[o].shape
-    before = reshaped(to, new, old) if isinstance(to, Split) else REPLICATED
-    if before is None:
-        return emitter.cut(emitter.take(o, REPLICATED), to)
-    return lax.reshape(emitter.take(i, form(before)), local_shape(new, to))
+    old, new = device.block.avals[i].shape, device.block.avals[o].shape
+    if not isinstance(to, Split):
+        return lax.reshape(device.take(i, REPLICATED), new)
+    if (before := reshaped(to, new, old)) is None:
+        return device.cut(device.take(o, REPLICATED), to)
+    return lax.reshape(device.take(i, form(before)), to.shape(new))
 
 
 @special("broadcast_in_dim")
-def _broadcast(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+def _broadcast(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Keep the slices of a value that is repeated; gather a stored one before."""
-    p, described = ins[0], walk.block.factors(node)
-    old, new = walk.block.shapes(node.ins)[0], walk.block.shapes(node.outs)[0]
+    p, described = ins[0], ctx.block.factors(node)
+    old, new = ctx.block.shapes(node.ins)[0], ctx.block.shapes(node.outs)[0]
     if described is None or not new:
         return None
     follows = isinstance(p, Split) and described.operands[0][p.dim] is not None
     if follows and (not p.of_state or math.prod(old) == math.prod(new)):  # type: ignore[union-attr]
-        return walk.by_factors(node, ins, described)
+        return ctx.by_factors(node, ins, described)
     if isinstance(p, (Replicated, Deferred)):
         return Strategy([None], [Deferred(p.const)], make=make_in_form)
     return Strategy([REPLICATED], [Deferred()], make=make_in_form)
 
 
 @special("iota")
-def _iota(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+def _iota(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     return None if ins else Strategy([], [Deferred()], make=_make_iota)
 
 
-def _make_iota(emitter: Any, node: Node, to: Any) -> Any:
+def _make_iota(device: DeviceContext, node: Node, to: Form) -> Any:
     if not isinstance(to, Split):
-        return emitter.bind(node, [])[0]
-    params, aval = node.eqn.params, emitter.block.avals[node.outs[0]]
+        return device.bind(node, [])[0]
+    params, aval = node.eqn.params, device.block.avals[node.outs[0]]
     shape, d = to.shape(aval.shape), params["dimension"]
     if to.dim != d:
-        return emitter.bind(node, [], {**params, "shape": shape})[0]
+        return device.bind(node, [], {**params, "shape": shape})[0]
     # As integers, since small floats cannot count far.
-    at = emitter.positions(to).astype(jnp.int64) if aval.shape[d] > 2**31 - 1 else emitter.positions(to)
+    at = device.positions(to).astype(jnp.int64) if aval.shape[d] > 2**31 - 1 else device.positions(to)
     return lax.broadcast_in_dim(at.astype(aval.dtype), shape, (d,))
 
 
 @special("concatenate", "slice", "split", "tile")
-def _in_blocks(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+def _in_blocks(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Join, take or repeat whole blocks of a batch: each device does so with its slices of them."""
     splits, params = [p for p in ins if isinstance(p, Split)], node.eqn.params
     if not splits:
         return None
-    p, old, new = splits[0], walk.block.shapes(node.ins), walk.block.shapes(node.outs)
+    p, old, new = splits[0], ctx.block.shapes(node.ins), ctx.block.shapes(node.outs)
     d = p.dim
     match node.name:
         case "concatenate":
@@ -106,62 +116,62 @@ def _in_blocks(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | N
     def own(sizes: Sequence[int], along: int | None = None) -> tuple[int, ...]:
         return tuple(n // p.size * p.chunk if along in (None, k) else n for k, n in enumerate(sizes))
 
-    def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+    def run(device: DeviceContext, node: Node, xs: list[Any]) -> Sequence[Any]:
         local = {name: own(params[name], d) for name in ("start_indices", "limit_indices") if name in params}
         local.update({"sizes": own(params["sizes"])} if "sizes" in params else {})
-        return emitter.bind(node, xs, {**params, **local})
+        return device.bind(node, xs, {**params, **local})
 
     return Strategy(in_forms, [replace(to, of_state=p.of_state) for to in out_placements], run)
 
 
 @special("rev")
-def _reverse(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+def _reverse(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Reverse the batch: each device reverses its part, and the parts trade places."""
     p = ins[0]
-    if not isinstance(p, Split) or p.dim not in node.eqn.params["dimensions"] or p.outer > 1 or p.is_padded(walk.n):
+    if not isinstance(p, Split) or p.dim not in node.eqn.params["dimensions"] or p.outer > 1 or p.is_padded(ctx.n):
         return None
-    aval = walk.block.avals[node.ins[0]]
+    aval = ctx.block.avals[node.ins[0]]
     if not jnp.issubdtype(aval.dtype, np.number):
         return None
-    ends = [(i, walk.n - 1 - i) for i in range(walk.n)]
-    run = lambda emitter, node, xs: [lax.ppermute(emitter.bind(node, xs)[0], emitter.axis, ends)]
+    ends = [(i, ctx.n - 1 - i) for i in range(ctx.n)]
+    run = lambda device, node, xs: [lax.ppermute(device.bind(node, xs)[0], device.axis, ends)]
     return Strategy([form(p)], [form(p)], run, sends=[Sends("permute", nbytes(aval))])
 
 
 @special("jaxdist_all_gather")
-def _gathered(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+def _gathered(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Gather a split dimension over a different axis: each device gets its slice of each part."""
     p, params = ins[0], node.eqn.params
-    if not isinstance(p, Split) or p.dim != params["dim"] or p.outer > 1 or p.is_padded(walk.n):
+    if not isinstance(p, Split) or p.dim != params["dim"] or p.outer > 1 or p.is_padded(ctx.n):
         return None
     if p.size * params["devices"] != params["size"]:
         return None
     to = replace(p, outer=params["devices"], whole=False, requested=False)
-    return Strategy([form(p)], [to], lambda emitter, node, xs: emitter.bind(node, xs, {**params, "size": to.rows}))
+    return Strategy([form(p)], [to], lambda device, node, xs: device.bind(node, xs, {**params, "size": to.rows}))
 
 
 @special("jaxdist_shard")
-def _mark(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+def _mark(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Shard a marked value (`jaxdist.zero`)."""
     p, params = ins[0], node.eqn.params
-    shape = walk.block.shapes(node.ins)[0]
+    shape = ctx.block.shapes(node.ins)[0]
     requested = params["role"] in ("requested", "state")
-    run = lambda emitter, node, xs: emitter.bind(node, xs) if emitter.marks else xs
-    dim = walk.infer.choose(shape)
-    if walk.infer.level(node):
+    run = lambda device, node, xs: device.bind(node, xs) if device.marks else xs
+    dim = ctx.infer.choose(shape)
+    if ctx.infer.level(node):
         if isinstance(p, Split) and p.of_state and (params["role"] != "gradient" or p.dim == dim):
             return Strategy([form(p)], [replace(p, requested=requested, whole=False)], run)
         if dim is not None:
-            to = replace(walk.infer.shard(dim, shape[dim]), requested=requested)
+            to = replace(ctx.infer.shard(dim, shape[dim]), requested=requested)
             return Strategy([form(to)], [to], run)
         p = p if isinstance(p, Split) else REPLICATED
     return _passed_on([p], run)
 
 
 @special("jaxdist_plain", "reshard", "sharding_constraint", "layout_constraint", "mesh_cast", "device_put", "pvary")
-def _same(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
+def _same(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     """Pass the value on, for nested decorated steps and operations that only set a sharding."""
-    return _passed_on(ins, lambda emitter, node, xs: xs)
+    return _passed_on(ins, lambda device, node, xs: xs)
 
 
 def _passed_on(ins: Sequence[Placement], run: Callable[[Any, Node, list[Any]], Sequence[Any]]) -> Strategy:
@@ -172,18 +182,18 @@ def _passed_on(ins: Sequence[Placement], run: Callable[[Any, Node, list[Any]], S
 
 
 @special("jaxdist_count")
-def _count(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
+def _count(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     """Count the entries that each device holds."""
     to = form(ins[0]) if isinstance(ins[0], Split) else REPLICATED
-    devices, (counted,) = node.eqn.params["devices"], (walk.block.avals[o] for o in node.outs)
+    devices, (counted,) = node.eqn.params["devices"], (ctx.block.avals[o] for o in node.outs)
 
-    def run(emitter: Any, node: Node, xs: list[Any]) -> Sequence[Any]:
+    def run(device: DeviceContext, node: Node, xs: list[Any]) -> Sequence[Any]:
         x = xs[0]
-        if isinstance(to, Split) and to.is_padded(emitter.n):
-            x = emitter.masked(x, to, 0)
-        left = devices // emitter.n  # devices along the axes still to be placed
+        if isinstance(to, Split) and to.is_padded(device.n):
+            x = device.masked(x, to, 0)
+        left = devices // device.n  # devices along the axes still to be placed
         own = counts(x)[None] if left == 1 else count_p.bind(x, devices=left)
-        return [emitter.gather(own, 0, left * emitter.n)]
+        return [device.gather(own, 0, left * device.n)]
 
     return Strategy([to], [REPLICATED], run, sends=[Sends("all-gather", nbytes(counted))])
 
@@ -197,27 +207,27 @@ def _count(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy:
 
 
 @special("random_bits")
-def _bits(walk: Walk, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+def _bits(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     if not isinstance(ins[0], (Replicated, Deferred)):
         return None
-    by_place = compat.makes_bits_by_place(walk.block.avals[node.ins[0]].dtype)
+    by_place = compat.makes_bits_by_place(ctx.block.avals[node.ins[0]].dtype)
     return Strategy([None], [Deferred()], make=_make_bits if by_place else make_whole)
 
 
-def _make_bits(emitter: Any, node: Node, to: Any) -> Any:
+def _make_bits(device: DeviceContext, node: Node, to: Form) -> Any:
     (i,), (o,) = node.ins, node.outs
-    keys, shape = emitter.block.avals[i].shape, emitter.block.avals[o].shape
+    keys, shape = device.block.avals[i].shape, device.block.avals[o].shape
     if not isinstance(to, Split):
-        return emitter.bind(node, [emitter.take(i, REPLICATED)])[0]
+        return device.bind(node, [device.take(i, REPLICATED)])[0]
     if to.dim < len(keys):  # slices of an array of keys
-        return emitter.bind(node, [emitter.take(i, form(to))])[0]
+        return device.bind(node, [device.take(i, form(to))])[0]
     if math.prod(shape[len(keys) :]) >= 1 << 32:
-        return make_whole(emitter, node, to)
-    data = jax.random.key_data(emitter.take(i, REPLICATED))
+        return make_whole(device, node, to)
+    data = jax.random.key_data(device.take(i, REPLICATED))
     own, rank = to.shape(shape), len(shape)
     place = jnp.zeros(own, jnp.uint32)
     for d in range(len(keys), rank):
-        index = emitter.positions(to).astype(jnp.uint32) if d == to.dim else lax.iota(jnp.uint32, own[d])
+        index = device.positions(to).astype(jnp.uint32) if d == to.dim else lax.iota(jnp.uint32, own[d])
         place += lax.broadcast_in_dim(index * jnp.uint32(math.prod(shape[d + 1 :])), own, (d,))
     first, second = (lax.broadcast_in_dim(data[..., w], own, range(len(keys))) for w in range(2))
     one, two = compat.threefry(first, second, jnp.zeros_like(place), place)

@@ -1,13 +1,16 @@
 """The results of inference: a strategy for each operation, and the placements of a whole block."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
+from jaxdist.machine import Link, Machine
+from jaxdist.mesh import Axis
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.values import REPLICATED, Deferred, Form, Partial, Placement, Split
 
@@ -18,14 +21,71 @@ UNKNOWN = (  # the reason to compute an operation whole if it has no description
 IN_PLACE = "instead of a weight, which is larger"  # the reason that batch values are sent although a weight could be
 
 
+class Inference(Protocol):
+    """What rules and searches ask about the axis that a block is placed over (`jaxdist.placements.infer.Infer`)."""
+
+    axis: Axis
+    devices: int  # along it
+    mesh: tuple[Axis, ...]  # all axes, the outermost first
+    axes: tuple[Axis, ...]  # those placed before this one, and this one
+    machine: Machine
+    link: Link  # between the devices of the axis
+    split: str | None  # how to run whole-matrix work, see `jaxdist.zero`
+    choose: Callable[[tuple[int, ...]], int | None]  # the dimension along which to shard an array of the state
+
+    def block(self, closed: ClosedJaxpr, backward: bool = False) -> Block: ...
+    def place(
+        self,
+        block: Block,
+        ins: Sequence[Placement],
+        wants: Sequence[Form | None] | None = None,
+        may_stay_partial: frozenset[int] = frozenset(),
+    ) -> "Propagation": ...
+    def forget(self, block: Block) -> None: ...
+    def marked(self, block: Block) -> dict[int, int]: ...
+    def level(self, node: Node) -> int: ...
+    def shard(self, dim: int, size: int) -> Split: ...
+    def reshard(self, placement: Placement, to: Form, aval: Any) -> str: ...
+    def sent(self, placement: Placement, to: Form, aval: Any) -> float: ...
+    def bytes_sent(self, placement: Placement, to: Form, aval: Any) -> int: ...
+    def slices(self, own: Split | Partial, to: Split, aval: Any) -> bool: ...
+
+
+class DeviceContext(Protocol):
+    """What a strategy may do on a device as its program is emitted (`jaxdist.placements.emit.Emitter`)."""
+
+    infer: Inference
+    block: Block
+    n: int  # devices along the axis
+    axis: str  # its name
+    marks: bool  # whether the marks of `jaxdist.zero` stay in the program
+
+    @property
+    def index(self) -> Any: ...
+    def bind(self, node: Node, xs: Sequence[Any], params: Mapping[str, Any] | None = None) -> Sequence[Any]: ...
+    def take(self, i: int, to: Form) -> Any: ...
+    def gather(self, x: Any, dim: int, size: int) -> Any: ...
+    def cut(self, x: Any, split: Split) -> Any: ...
+    def positions(self, split: Split) -> Any: ...
+    def real(self, split: Split, rank: int) -> Any: ...
+    def masked(self, x: Any, split: Split, identity: Any) -> Any: ...
+    def across(self, x: Any, kind: str) -> Any: ...
+    def from_root(self, x: Any) -> Any: ...
+    def body(self, placed: "Propagation") -> ClosedJaxpr: ...
+
+
+Run = Callable[[DeviceContext, Node, list[Any]], Sequence[Any]]
+Make = Callable[[DeviceContext, Node, Form], Any]
+
+
 @dataclass(eq=False)
 class Strategy:
     """A way to run an operation on the devices."""
 
     in_forms: Sequence[Form | None]  # the form of each operand; None if it is only taken once its result is made
     out_placements: Sequence[Placement]  # the placement of each result
-    run: Callable[[Any, Node, list[Any]], Sequence[Any]] | None = None  # ``run(emitter, node, operands) -> results``
-    make: Callable[[Any, Node, Any], Any] | None = None  # of a deferred result: ``make(emitter, node, form) -> result``
+    run: Run | None = None  # ``run(device, node, operands) -> results``
+    make: Make | None = None  # of a deferred result: ``make(device, node, form) -> result``
     slicewise: bool = False  # a result slice needs only the same slices of operands of its shape
     bodies: "Sequence[Propagation]" = ()  # for control flow
     sends: Sequence["Sends"] = ()  # what `run` sends, besides the operands that change their form
@@ -86,9 +146,10 @@ class Propagation:
     out_placements: tuple[Placement, ...] = ()  # the placements of the outputs
     messages: list[Message] = field(default_factory=list)  # without those in loops and branches
     reduced_inputs: frozenset[int] = frozenset()  # inputs given as summands and added up inside
+    alternatives: "list[tuple[Node, Strategy]]" = field(default_factory=list)  # those not taken by default
     matrices: int = 0  # the number of components in it (`jaxdist.placements.matrices`)
 
-    def returning(self, infer: Any, wants: Sequence[Form | None]) -> "Propagation":
+    def returning(self, infer: Inference, wants: Sequence[Form | None]) -> "Propagation":
         """Return this block with outputs converted to these forms; None keeps a form."""
         block, makers = self.block, self.block.makers
         out_forms = tuple(form if want is None else want for form, want in zip(self.out_forms, wants, strict=True))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.ir.operations import ACROSS, ADDITION, LINEAR
-from jaxdist.placements.block import Node
+from jaxdist.placements.block import Block, Node
 from jaxdist.placements.run import run_wide
 from jaxdist.placements.strategy import Strategy
 from jaxdist.placements.values import REPLICATED, Deferred, Form, Partial, Placement, Replicated, Split, form
@@ -15,20 +15,20 @@ from jaxdist.placements.values import REPLICATED, Deferred, Form, Partial, Place
 _LARGE = 2**8
 
 
-def _goes_on(walk: Any, node: Node) -> bool:
+def _goes_on(block: Block, node: Node) -> bool:
     """Check whether a cotangent that is added up here is next added to others."""
-    following = walk.next.get(node.outs[0])
-    if following is None or walk.block.uses[node.outs[0]] != 1:
+    following = block.next.get(node.outs[0])
+    if following is None or block.uses[node.outs[0]] != 1:
         return False
     return node.backward and node.name in ADDITION and following.name in ADDITION
 
 
-def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+def linear(block: Block, may_stay_partial: frozenset[int], node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Apply the operation to summands if the sum of the results is the result for the sum."""
-    name, avals = node.name, [walk.block.avals[i] for i in node.ins]
+    name, avals = node.name, [block.avals[i] for i in node.ins]
     if len(node.outs) != 1:
         return None
-    out = walk.block.avals[node.outs[0]]
+    out = block.avals[node.outs[0]]
     partial = [isinstance(p, Partial) for p in ins]
     size = max(a.size for a, s in zip(avals, partial, strict=True) if s)
     summands = [p for p in ins if isinstance(p, Partial)]
@@ -38,7 +38,7 @@ def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Strategy | None:
         return None
     if name == "jaxdist_all_reduce":  # over a different axis: one reduction over both
         unreduced_axes = tuple(dict.fromkeys((*unreduced_axes, *node.eqn.params["axes"])))
-        return Strategy([form(summands[0])], [Partial(gradient, made, unreduced_axes)], lambda emitter, node, xs: xs)
+        return Strategy([form(summands[0])], [Partial(gradient, made, unreduced_axes)], lambda device, node, xs: xs)
     in_forms: list[Form] = [Partial(unreduced_axes=unreduced_axes) if s else REPLICATED for s in partial]
     ok = False
     if name in LINEAR or name in ACROSS:
@@ -50,7 +50,7 @@ def linear(walk: Any, node: Node, ins: Sequence[Placement]) -> Strategy | None:
         terms = range(1 if name == "select_n" else 0, 2 if name == "dynamic_update_slice" else len(ins))
         every = all(partial[k] or is_zero(ins[k]) for k in terms)
         sliced = any(isinstance(p, Split) and not p.whole for p in (ins[k] for k in terms))
-        ok = every or (not sliced and (node.outs[0] in walk.may_stay_partial or _goes_on(walk, node)))
+        ok = every or (not sliced and (node.outs[0] in may_stay_partial or _goes_on(block, node)))
         ok = ok and not any(partial[k] for k in range(len(ins)) if k not in terms)
         in_forms = [Partial(unreduced_axes=unreduced_axes) if k in terms else REPLICATED for k in range(len(ins))]
         gradient = gradient and every  # a term added to a gradient must not lose digits on the wire for it

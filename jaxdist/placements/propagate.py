@@ -1,4 +1,4 @@
-"""The walk over a block: placements of values, and the forms in which operations take them."""
+"""Propagation over one axis: placements of values, strategies of operations, and what is sent."""
 
 import functools
 import math
@@ -14,112 +14,174 @@ from jaxdist.placements import rules, values
 from jaxdist.placements.block import Block, Node, added
 from jaxdist.placements.rules import Factors
 from jaxdist.placements.run import Cut, make_in_form, make_whole, run_as_is
-from jaxdist.placements.strategy import UNKNOWN, Message, Propagation, Sends, Strategy, nbytes
+from jaxdist.placements.strategy import UNKNOWN, Inference, Message, Propagation, Sends, Strategy, nbytes
 from jaxdist.placements.summands import is_zero, linear
 from jaxdist.placements.values import REPLICATED, Deferred, Form, Partial, Placement, Replicated, Split, form, tile
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Exceptions to the default options of a walk."""
+    """Exceptions to the default strategies of a block."""
 
-    names: Mapping[int, str] = field(default_factory=dict)  # by an operation's id, its option
+    names: Mapping[int, str] = field(default_factory=dict)  # by an operation's id, the alternative that it takes
     slices: Mapping[int, Split] = field(default_factory=dict)  # of summands to add up
 
 
-class Walk:
-    """Settles the placements of one block."""
+def propagate(
+    infer: Inference,
+    block: Block,
+    in_placements: Sequence[Placement],
+    may_stay_partial: frozenset[int] = frozenset(),
+    choice: Choice = Choice(),
+) -> Propagation:
+    """Place a block over one axis: a strategy for each operation, a placement for each value, and the messages.
 
-    def __init__(
-        self,
-        infer: Any,
-        block: Block,
-        ins: Sequence[Placement],
-        may_stay_partial: frozenset[int] = frozenset(),
-        choice: Choice = Choice(),
-    ):
-        marked = {i: infer.shard(dim, block.avals[i].shape[dim]) for i, dim in infer.marked(block).items()}
-        self.slices: dict[int, Split] = {**choice.slices, **marked}
-        self.choice, self.alternatives = choice, list[tuple[Node, Strategy]]()
-        self._resolved: dict[int, Partial] = {}  # results that are summands, added up before their uses
-        self._moved: set[tuple[int, Form, bool]] = set()
-        self.infer, self.block, self.n = infer, block, infer.devices
-        self.placed = Propagation(block, tuple(map(form, ins)), infer.axis.name)
-        self.placements: list[Any] = [None] * len(block.avals)
-        self.may_stay_partial = added(block, may_stay_partial)
-        self.again = functools.partial(Walk, infer, block, ins, may_stay_partial)  # with a different choice
-        self.next = {i: node for node in block.nodes for i in node.ins}
-        self.inputs = {i: k for k, i in enumerate(block.inputs)}
-        summed: set[int] = set()
-        for i, value in block.numbers.items():
-            self.placements[i] = Replicated(value)
-        for i, placement in zip(block.inputs, ins, strict=True):
-            self.placements[i] = self._resolve(i, placement)
-            if isinstance(placement, Partial) and not isinstance(self.placements[i], Partial):
-                summed.add(self.inputs[i])
-        for node in block.nodes:
-            with node.named_in_errors():
-                strategy = self.strategy(node)
-            self.placed.strategies.append(strategy)
-            for i, to in zip(node.ins, strategy.in_forms, strict=True):
-                if to is None or to is self.placements[i]:
-                    continue
-                if isinstance(self.placements[i], Partial) and not isinstance(to, Partial) and i in self.inputs:
-                    summed.add(self.inputs[i])
-                self.note(node, i, to, strategy.why or strategy.instead)
-            self.placed.messages += [
-                Message(node, s.kind, s.bytes, s.of_state, strategy.why, True, times=s.times, reshards=False)
-                for s in strategy.sends
-            ]
-            for i, placement, then in zip(
-                node.outs, strategy.out_placements, strategy.out_forms or strategy.out_placements, strict=True
-            ):
-                self.placements[i] = placement
-                resolved = then if strategy.out_forms else self._resolve(i, placement)
-                if isinstance(placement, Partial) and resolved == REPLICATED and not strategy.out_forms:
-                    self._resolved[i] = placement
-                if resolved is not placement and not isinstance(resolved, Partial):
-                    self.note(node, i, form(resolved), strategy.instead if strategy.out_forms else "")
-                self.placements[i] = resolved
-        self.placed.placements = self.placements
-        self.placed.out_forms = tuple(form(self.placements[i]) for i in block.outputs)
-        self.placed.out_placements = tuple(self.placements[i] for i in block.outputs)
-        self.placed.reduced_inputs = frozenset(summed)
-        self._scatter_summands()
+    Operations are visited once, in order, as in `jax.core.eval_jaxpr`; the environment holds placements. For four
+    devices, with ``x`` of the batch and ``w`` on every device::
 
-    def note(self, node: Node, i: int, to: Form, why: str) -> None:
+        value            placement     operation                  what it takes, and what is sent
+        x: f32[8,3]      Split(0)
+        w: f32[3,2]      Replicated
+        y: f32[8,2]      Split(0)      y = dot_general x w        x as it is, w as it is
+        s: f32[2]        Partial       s = reduce_sum[axes=0] y   y as it is: each device has a summand
+        r: f32[2]        Replicated    r = exp s                  s whole: Message(all-reduce, 8 bytes)
+
+    A padded row is a copy of the last real one, and every strategy keeps that.
+
+    Args:
+      infer: the axis, and what inference over it asks.
+      block: the operations.
+      in_placements: the placement of each input.
+      may_stay_partial: outputs that a surrounding loop adds up.
+      choice: alternatives to take in place of the defaults.
+    """
+    ctx = RuleContext(infer, block, may_stay_partial, choice)
+    messages = _Messages(ctx)
+    reduced_inputs = _place_inputs(ctx, in_placements)
+    strategies, alternatives, summands = list[Strategy](), list[tuple[Node, Strategy]](), dict[int, Partial]()
+    for node in block.nodes:
+        with node.named_in_errors():
+            default, others = ctx.strategies(node)
+        strategy = next((other for other in others if other.name == choice.names.get(id(node))), default)
+        strategies.append(strategy)
+        alternatives += [(node, other) for other in others]
+        for i, to in zip(node.ins, strategy.in_forms, strict=True):
+            if to is None or to is ctx.placements[i]:
+                continue
+            if isinstance(ctx.placements[i], Partial) and not isinstance(to, Partial) and i in block.input_index:
+                reduced_inputs.add(block.input_index[i])
+            messages.reshard(node, i, to, strategy.why or strategy.instead)
+        messages.sent_by(node, strategy)
+        for k, (i, placement) in enumerate(zip(node.outs, strategy.out_placements, strict=True)):
+            ctx.placements[i] = placement
+            resolved = strategy.out_forms[k] if strategy.out_forms else ctx.resolved(i, placement)
+            if isinstance(placement, Partial) and resolved == REPLICATED and not strategy.out_forms:
+                summands[i] = placement
+            if resolved is not placement and not isinstance(resolved, Partial):
+                messages.reshard(node, i, form(resolved), strategy.instead if strategy.out_forms else "")
+            ctx.placements[i] = resolved
+    propagation = Propagation(
+        block,
+        in_forms=tuple(map(form, in_placements)),
+        axis=infer.axis.name,
+        strategies=strategies,
+        placements=ctx.placements,
+        out_forms=tuple(form(ctx.placements[i]) for i in block.outputs),
+        out_placements=tuple(ctx.placements[i] for i in block.outputs),
+        messages=messages.all,
+        reduced_inputs=frozenset(reduced_inputs),
+        alternatives=alternatives,
+    )
+    _scatter_summands(infer, propagation, summands)
+    return propagation
+
+
+def _place_inputs(ctx: "RuleContext", in_placements: Sequence[Placement]) -> set[int]:
+    """Place constants and inputs; return the inputs that are summands and are added up at once."""
+    block = ctx.block
+    for i, value in block.numbers.items():
+        ctx.placements[i] = Replicated(value)
+    for i, placement in zip(block.inputs, in_placements, strict=True):
+        ctx.placements[i] = ctx.resolved(i, placement)
+    pairs = zip(block.inputs, in_placements, strict=True)
+    return {
+        block.input_index[i] for i, p in pairs if isinstance(p, Partial) and not isinstance(ctx.placements[i], Partial)
+    }
+
+
+def _scatter_summands(infer: Inference, propagation: Propagation, summands: Mapping[int, Partial]) -> None:
+    """Reduce a summand that is whole for its uses into slices, if all of these take the same slices."""
+    block, messages = propagation.block, propagation.messages
+    for i, summand in summands.items():
+        if propagation.placements[i] != REPLICATED or i in block.outputs:
+            continue
+        forms, aval = propagation.forms_of(i), block.avals[i]
+        if len(forms) == 1 and isinstance(to := forms.pop(), Split) and infer.slices(summand, to, aval):
+            propagation.placements[i] = to
+            k = next(k for k, message in enumerate(messages) if message.value == i)
+            size = infer.bytes_sent(summand, to, aval)
+            messages[k] = replace(messages[k], kind="reduce-scatter", bytes=size, to=to)
+
+
+class _Messages:
+    """The messages of a block, as its operations are placed."""
+
+    def __init__(self, ctx: "RuleContext"):
+        self.all: list[Message] = []
+        self._ctx = ctx
+        self._present: set[tuple[int, Form, bool]] = set()  # values in forms that devices have from earlier messages
+
+    def sent_by(self, node: Node, strategy: Strategy) -> None:
+        """Record what an operation sends itself."""
+        self.all += [
+            Message(node, s.kind, s.bytes, s.of_state, strategy.why, True, times=s.times, reshards=False)
+            for s in strategy.sends
+        ]
+
+    def reshard(self, node: Node, i: int, to: Form, why: str) -> None:
         """Record that a value is sent, and whether it was before."""
-        p, aval = self.placements[i], self.block.avals[i]
-        if not (kind := self.infer.reshard(p, to, aval)):
+        infer, block = self._ctx.infer, self._ctx.block
+        p, aval = self._ctx.placements[i], block.avals[i]
+        if not (kind := infer.reshard(p, to, aval)):
             return
         of_state = isinstance(p, Split) and p.of_state
-        ahead = of_state and self.block.source(i) in self.inputs
-        waited_for = i in self.block.before_products and not ahead
+        ahead = of_state and block.source(i) in block.input_index
+        waited_for = i in block.before_products and not ahead
         fetched = node.backward and of_state  # fetched anew in the backward pass
         whole = i, REPLICATED, fetched
         new_form = whole if to == REPLICATED else (i, form(to), False)
-        made = self.block.makers.get(i)
-        formed = made is not None and made.name in SHAPE_ONLY and (made.ins[0], REPLICATED, fetched) in self._moved
-        again = not self._moved.isdisjoint({whole, new_form}) or (of_state and formed)
+        maker = block.makers.get(i)
+        reshaped = (
+            maker is not None and maker.name in SHAPE_ONLY and (maker.ins[0], REPLICATED, fetched) in self._present
+        )
+        again = not self._present.isdisjoint({whole, new_form}) or (of_state and reshaped)
         # Other slices are cut out of the whole value, unless one collective makes them.
-        self._moved.update({new_form, whole} if kind in ("all-gather", "all-reduce") else {new_form})
-        size = self.infer.bytes_sent(p, to, aval)
-        self.placed.messages.append(Message(node, kind, size, of_state, why, waited_for, again, value=i, to=form(to)))
+        self._present.update({new_form, whole} if kind in ("all-gather", "all-reduce") else {new_form})
+        size = infer.bytes_sent(p, to, aval)
+        self.all.append(Message(node, kind, size, of_state, why, waited_for, again, value=i, to=form(to)))
 
-    def _scatter_summands(self) -> None:
-        """Reduce a summand that is whole for its uses into slices, if all of these take the same slices."""
-        outputs = set(self.block.outputs)
-        for i, summand in self._resolved.items():
-            if self.placements[i] != REPLICATED or i in outputs:
-                continue
-            forms, aval = self.placed.forms_of(i), self.block.avals[i]
-            if len(forms) == 1 and isinstance(to := forms.pop(), Split) and self.infer.slices(summand, to, aval):
-                self.placements[i] = to
-                k = next(k for k, message in enumerate(self.placed.messages) if message.value == i)
-                size = self.infer.bytes_sent(summand, to, aval)
-                self.placed.messages[k] = replace(self.placed.messages[k], kind="reduce-scatter", bytes=size, to=to)
 
-    def _resolve(self, i: int, placement: Placement) -> Placement:
+Strategies = tuple[Strategy, Sequence[Strategy]]  # the default, and its alternatives
+
+
+class RuleContext:
+    """What a rule may ask: the block, the placements so far, and ways to cut an operation.
+
+    Args:
+      infer: the axis.
+      block: the block that is placed.
+      may_stay_partial: outputs that a surrounding loop adds up.
+      choice: see `propagate`.
+    """
+
+    def __init__(self, infer: Inference, block: Block, may_stay_partial: frozenset[int], choice: Choice):
+        marked = {i: infer.shard(dim, block.avals[i].shape[dim]) for i, dim in infer.marked(block).items()}
+        self.slices: dict[int, Split] = {**choice.slices, **marked}  # of summands, once they are added up
+        self.infer, self.block, self.n = infer, block, infer.devices
+        self.placements: list[Any] = [None] * len(block.avals)  # of each value
+        self.may_stay_partial = added(block, may_stay_partial)
+
+    def resolved(self, i: int, placement: Placement) -> Placement:
         """Add up a summand with several uses once, before them; a moved value at once."""
         if not isinstance(placement, Partial) or (self.block.uses[i] <= 1 and not placement.bits):
             return placement
@@ -131,27 +193,22 @@ class Walk:
 
     # --- one operation
 
-    def strategy(self, node: Node) -> Strategy:
-        """Choose how to run an operation, given the placements of its operands."""
+    def strategies(self, node: Node) -> Strategies:
+        """Return the strategies of an operation, given the placements of its operands: a function of the key."""
         ins = [self.placements[i] for i in node.ins]
-        summands = [self.slices.get(i) for i, p in zip(node.ins, ins, strict=True) if isinstance(p, Partial)]
-        key = (*ins, *summands, *(o in self.may_stay_partial for o in node.outs))
-        if (found := node.known.get(key)) is None:
-            sent = len(self.placed.messages)
-            found = self._strategies(node, ins)
-            if len(self.placed.messages) == sent:  # it sends nothing itself, in every walk anew
-                node.known[key] = found
-        default, alternatives = found
-        if not alternatives:
-            return default
-        self.alternatives += [(node, one) for one in alternatives]
-        return next((one for one in alternatives if one.name == self.choice.names.get(id(node))), default)
+        slices = [self.slices.get(i) for i, p in zip(node.ins, ins, strict=True) if isinstance(p, Partial)]
+        key = (*ins, *slices, *(o in self.may_stay_partial for o in node.outs))
+        if key not in node.strategies:
+            node.strategies[key] = self._strategies(node, ins)
+        return node.strategies[key]
 
-    def _strategies(self, node: Node, ins: list[Placement]) -> tuple[Strategy, Sequence[Strategy]]:
+    def _strategies(self, node: Node, ins: list[Placement]) -> Strategies:
         """Return the default strategy of an operation, and its options."""
         if unknown := [type(e).__name__ for e in node.eqn.effects if type(e).__name__ not in _EFFECTS]:
             raise refuse(node, f"its effect ({unknown[0]}) is not possible on several devices")
-        if any(isinstance(p, Partial) for p in ins) and (strategy := linear(self, node, ins)):
+        if any(isinstance(p, Partial) for p in ins) and (
+            strategy := linear(self.block, self.may_stay_partial, node, ins)
+        ):
             return strategy, ()
         for k, i in enumerate(node.ins):
             if isinstance(ins[k], Partial):
@@ -303,7 +360,7 @@ _EFFECTS = {"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "IOEffect", 
             "UnorderedCallbackEffect", "_UnorderedIOEffect", "_OrderedIOEffect"}  # fmt: skip
 
 
-Special = Callable[[Walk, Node, Sequence[Placement]], Strategy | None]
+Special = Callable[[RuleContext, Node, Sequence[Placement]], Strategy | None]
 SPECIAL: dict[str, list[Special]] = {}  # rules of operations that need more than factors, which apply if all give None
 ALTERNATIVES: dict[str, list[Special]] = {}  # rules for options next to the default, with names; `options` decides
 
