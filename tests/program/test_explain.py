@@ -108,7 +108,7 @@ def test_a_mix_of_shards_and_of_the_batch_is_of_the_batch() -> None:
     """A branch gives either: what is sent is an activation, and is kept for the backward pass."""
 
     def step(w: Any, x: Any) -> Any:
-        either = jax.lax.cond(x[0, 0] > 0, lambda: w, lambda: x)
+        either = jax.lax.cond(x[0, 0] > 0, lambda: x, lambda: w)
         return jnp.sort(either, axis=0)
 
     said = jaxdist.explain(decorated(step), jaxdist.shard(jnp.ones((64, 8))), X)
