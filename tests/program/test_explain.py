@@ -104,6 +104,16 @@ def test_of_traps() -> None:
 W, X = jnp.arange(8.0), np.random.default_rng(0).normal(size=(64, 8))
 
 
+def test_a_placement_prints() -> None:
+    """As CONTRIBUTING shows it, to see why a value is sent."""
+    step = decorated(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), 4)
+    (propagation,) = step.program(W, X).placed.emitted[1]
+    lines = [line for line in str(propagation).splitlines() if "= dot_general" in line or "= sub" in line]
+    _, gradient, update = lines
+    assert not missing(["float64[8] partial", "split(0)"], gradient)
+    assert not missing(["float64[8] whole", "sub needs all of it; all-reduce of", "64 B"], update)
+
+
 def test_a_mix_of_shards_and_of_the_batch_is_of_the_batch() -> None:
     """A branch gives either: what is sent is an activation, and is kept for the backward pass."""
 
