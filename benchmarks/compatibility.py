@@ -77,9 +77,9 @@ class Step(NamedTuple):
 @contextlib.contextmanager
 def split() -> Iterator[list[Step]]:
     """Collect the steps that are placed within this context."""
+    from jaxdist.compilation.placed import PlacedStep
     from jaxdist.placements import report
     from jaxdist.placements.values import Split
-    from jaxdist.step.placed import PlacedStep
 
     shipped, steps = PlacedStep.place, []
 

@@ -124,7 +124,7 @@ class Candidate:
         self._step.program(*self._state, self._x)
         own = mesh_of(mesh, jaxdist.get_context().devices)
         machine = machine_of(own)
-        ahead = self._step.forecast(own, machine, (*self._state, x)).ahead()
+        ahead = self._step.forecast(own, machine, (*self._state, x), {}, False).ahead()
         self.estimate = ahead.times(ahead.sent(machine), machine)
         self.run(2)
 

@@ -19,6 +19,7 @@ from .collectives.public import (
     scatter,
     send,
 )
+from .compilation.finite import check_finite
 from .data.evaluate import evaluate
 from .data.loader import loader
 from .errors import CheckpointError, ControlError, DataError, JaxdistError, StepError, SyncError
@@ -33,7 +34,6 @@ from .precision import loss_scale
 from .runtime.context import Context, get_context, init
 from .sharding import shard, unshard, zero
 from .step.data_parallel import data_parallel, parallel
-from .step.finite import check_finite
 
 __all__ = [
     "CheckpointError",

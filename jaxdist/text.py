@@ -1,12 +1,20 @@
-"""Names, and tables as text."""
+"""Names, tables as text, and warnings."""
 
+import functools
 import io
+import logging
 from typing import Any
 
 
 def name_of(function: Any) -> str:
     """Return the name of a function, or of the class of what has none, without the functions that define it."""
     return getattr(function, "__qualname__", type(function).__qualname__).rpartition("<locals>.")[2]
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Warn, if it was not said before."""
+    logging.getLogger("jaxdist").warning("%s", text)
 
 
 def text_of(*parts: Any, width: int) -> str:

@@ -67,5 +67,5 @@ def messages_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _nothing_said() -> None:
     """What is said once in a process is said in each test."""
-    if tracing := sys.modules.get("jaxdist.step.tracing"):  # private: a user has one process
-        tracing.say_once.cache_clear()
+    if text := sys.modules.get("jaxdist.text"):  # private: a user has one process
+        text.say_once.cache_clear()

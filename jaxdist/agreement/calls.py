@@ -28,7 +28,7 @@ _ADVICE = (
 class Rows(NamedTuple):
     """The rows of each leaf of a call that may be a part of a batch; None for other leaves."""
 
-    own: tuple[int | None, ...]  # that this rank passes
+    here: tuple[int | None, ...]  # that this rank passes
     total: tuple[int | None, ...]  # that all ranks pass, as far as this rank knows
 
 
@@ -74,9 +74,9 @@ def agree(
 def _check_rows(everyone: Sequence[Rows | None], readers: Collection[int]) -> None:
     """Raise `OtherRows` on every rank if some rank assumed other totals than the ranks' rows add up to."""
     found = [rows for rows in everyone if rows is not None]
-    if len(found) < len(everyone) or len({tuple(n is None for n in rows.own) for rows in found}) > 1:
+    if len(found) < len(everyone) or len({tuple(n is None for n in rows.here) for rows in found}) > 1:
         return
-    columns = zip(*(found[rank].own for rank in readers), strict=True)
+    columns = zip(*(found[rank].here for rank in readers), strict=True)
     total = tuple(None if column[0] is None else sum(column) for column in columns)
     if any(rows.total != total for rows in found):
         raise OtherRows(total)

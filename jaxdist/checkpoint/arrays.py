@@ -19,10 +19,10 @@ from jaxdist import compat
 from jaxdist.checkpoint.checksum import Checksums, checksum, total
 from jaxdist.checkpoint.directory import ITEM
 from jaxdist.checkpoint.manifest import PYTHON, DamagedError, Leaf, Leaves, Name, is_padded_inside, unreadable
+from jaxdist.compilation.signature import is_keys
 from jaxdist.errors import CheckpointError
 from jaxdist.mesh import from_host
 from jaxdist.placements.layouts import Bounds, Padded, bounds
-from jaxdist.step.batch import is_keys
 
 # Of orbax, which raises these errors, too.
 logging.getLogger("absl").addFilter(lambda record: "_SignalingThread" not in record.getMessage())

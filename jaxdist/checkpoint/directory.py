@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxdist.checkpoint import manifest
 from jaxdist.errors import CheckpointError
-from jaxdist.step.tracing import say_once
+from jaxdist.text import say_once
 
 ITEM = "default"  # orbax's CheckpointManager gives this name to the only item of a step
 UNFINISHED = ".orbax-checkpoint-tmp"  # orbax, too, treats such directories as unfinished

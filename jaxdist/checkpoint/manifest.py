@@ -12,10 +12,10 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from jaxdist.compilation.signature import is_keys
 from jaxdist.errors import CheckpointError, in_words
 from jaxdist.placements.layouts import Padded
 from jaxdist.sharding import unshard
-from jaxdist.step.batch import is_keys
 
 FILE = "manifest.json"
 IN_SAFETENSORS = {

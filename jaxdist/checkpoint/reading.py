@@ -15,10 +15,10 @@ from jaxdist.checkpoint.directory import absolute, passed_over, steps
 from jaxdist.checkpoint.manifest import PYTHON, DamagedError, Leaf, Leaves, Name, kind_of, named
 from jaxdist.checkpoint.writing import await_pending
 from jaxdist.compat import under_no_mesh
+from jaxdist.compilation.signature import is_keys
 from jaxdist.errors import CheckpointError
 from jaxdist.extras import need
 from jaxdist.runtime.context import get_context
-from jaxdist.step.batch import is_keys
 from jaxdist.tracebacks import api_boundary
 
 T = TypeVar("T")

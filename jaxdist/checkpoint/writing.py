@@ -23,12 +23,12 @@ from jaxdist.checkpoint import arrays, directory, manifest
 from jaxdist.checkpoint.checksum import Checksums, checksums, total
 from jaxdist.checkpoint.manifest import PYTHON, Leaf, Name, kind_of, named, on_host, refusal, stored_form
 from jaxdist.compat import under_no_mesh
+from jaxdist.compilation.signature import is_keys
 from jaxdist.control import failfast
 from jaxdist.errors import CheckpointError, in_words
 from jaxdist.extras import need
 from jaxdist.placements.layouts import Padded, copied, physical
 from jaxdist.runtime.context import Context, get_context
-from jaxdist.step.batch import is_keys
 from jaxdist.tracebacks import api_boundary
 
 _REMIND_SECONDS = 30.0

@@ -13,7 +13,7 @@ from jaxdist.data.sampling import Place
 from jaxdist.placements.layouts import Padded
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.sharding import unshard
-from jaxdist.step.tracing import say_once
+from jaxdist.text import say_once
 
 
 def evaluate(step: Callable[..., Any], *arguments: Any) -> Any:

@@ -21,7 +21,7 @@ from jaxdist.mesh import Sizes, alike, by_rank
 from jaxdist.runtime import readers
 from jaxdist.runtime.context import Context, divides, get_context, parts_of
 from jaxdist.step.batch import batch_part
-from jaxdist.step.tracing import say_once
+from jaxdist.text import say_once
 
 Tail = Literal["drop", "keep"]
 State = dict[str, Any]

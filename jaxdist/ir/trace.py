@@ -31,7 +31,7 @@ def inside_step() -> bool:
 
 
 def current_step() -> Any:
-    """Return the decorated step that is being traced (a `jaxdist.step.finite.Findings`), if any."""
+    """Return the decorated step that is being traced (a `jaxdist.compilation.finite.Findings`), if any."""
     return _step.get()
 
 

@@ -1,4 +1,4 @@
-"""Rules for loops (`scan`, `while`): carries settle before bodies are placed for good."""
+"""Rules for loops (`scan`, `while`): carries are placed before bodies are placed for good."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -13,9 +13,20 @@ from jaxdist.ir.operations import ADDITION, FOR_ITSELF
 from jaxdist.placements.block import Block, Node
 from jaxdist.placements.cost import seconds
 from jaxdist.placements.propagate import RuleContext, resolved, special
-from jaxdist.placements.strategy import DeviceContext, Inference, Propagation, Strategy, nbytes, sliced
+from jaxdist.placements.strategy import DeviceContext, Inference, Propagation, Run, Strategy, nbytes, sliced
 from jaxdist.placements.summands import is_zero
-from jaxdist.placements.values import REPLICATED, Deferred, Partial, Placement, Replicated, Split, form, is_wide, tile
+from jaxdist.placements.values import (
+    REPLICATED,
+    Deferred,
+    Form,
+    Partial,
+    Placement,
+    Replicated,
+    Split,
+    form,
+    is_wide,
+    tile,
+)
 
 _ADDS = ADDITION | CONTROL_FLOW | {"sub", "convert_element_type", "select_n"}
 _MOST_ROUNDS = 12
@@ -43,56 +54,74 @@ def join(a: Placement, b: Placement) -> Placement:
         return a
     if isinstance(b, Split):
         return replace(b, whole=False, requested=False)
-    if isinstance(a, Partial) and isinstance(b, Partial):
-        return (
-            Partial(a.gradient and b.gradient, unreduced_axes=a.unreduced_axes)
-            if a.unreduced_axes == b.unreduced_axes
-            else REPLICATED
-        )
+    if isinstance(a, Partial) and isinstance(b, Partial) and a.unreduced_axes == b.unreduced_axes:
+        return Partial(a.gradient and b.gradient, unreduced_axes=a.unreduced_axes)
     return REPLICATED
 
 
 def _carried(
     block: Block,
     init: Sequence[Placement],
-    first: int,
-    place: Callable[[Sequence[Placement]], Propagation],
-    watch: Callable[[Sequence[Placement]], Collection[int]] = lambda _: (),
+    carry_inputs: Sequence[int],
+    place_body: Callable[[Sequence[Placement]], Propagation],
+    used_outside: Callable[[Sequence[Placement]], Collection[int]] = lambda _: (),
 ) -> tuple[Sequence[Placement], Propagation]:
-    """Settle a loop's carries, so that a turn keeps them, and place its body; `watch` returns carries used outside."""
-    consumers = {i: node.name for node in block.nodes for i in node.ins}
-    at: list[Placement] = []
-    for p, i in zip(init, block.inputs[first:], strict=False):
-        adds = block.uses[i] == 1 and consumers.get(i) in _ADDS and is_wide(block.avals[i].dtype)
-        # A sum that starts from a nonzero value is not a gradient, but may be parameters.
-        start = Partial(is_zero(p) or (isinstance(p, Partial) and p.gradient), made=False)
-        at.append(start if adds and not isinstance(p, Split) else inside(p))
+    """Place a loop's carries so that an iteration returns them as it took them, and its body.
+
+    A carry starts with the strongest claim, and each round weakens those that the body does not keep::
+
+        Partial     each device has a summand: the body only adds to it
+        Replicated  each device has the value
+        Split       each device has its slice, which is cut from a value for free, but not the other way round
+
+    A carry only moves down this list, so the rounds end. Giving up after `_MOST_ROUNDS` of them guards against a rule
+    that is not monotone: whole carries are right, and send more.
+
+    Args:
+      block: the body.
+      init: the placements of the carries before the loop.
+      carry_inputs: the positions of the carries among the body's inputs; they are its first outputs.
+      place_body: places the body, given its carries.
+      used_outside: returns the carries that must not be summands for others than the body, a `while`'s condition.
+    """
+    carry = [_first_claim(block, p, block.inputs[k]) for p, k in zip(init, carry_inputs, strict=True)]
     for _ in range(_MOST_ROUNDS):
-        placed = place(at)
-        needed = {*watch(at), *(k - first for k in placed.reduced_inputs)}
-        new = [_after(a, b, k in needed) for k, (a, b) in enumerate(zip(at, placed.out_placements, strict=False))]
-        if new == at:
-            return at, placed
-        at = new
-    at = [p if isinstance(p, Split) else REPLICATED for p in at]
-    return at, place(at)
+        body = place_body(carry)
+        reduced = {*used_outside(carry), *(k - carry_inputs[0] for k in body.reduced_inputs if carry_inputs)}
+        returned = body.out_placements[: len(carry)]
+        next_carry = [_weaker(p, q, k in reduced) for k, (p, q) in enumerate(zip(carry, returned, strict=True))]
+        if next_carry == carry:
+            return carry, body
+        carry = next_carry
+    carry = [p if isinstance(p, Split) else REPLICATED for p in carry]
+    return carry, place_body(carry)
 
 
-def _after(a: Placement, b: Placement, needed: bool) -> Placement:
-    """Return the placement that the next turn takes, if this one took `a` and returned `b`."""
-    if not isinstance(a, Partial):
-        return join(a, inside(b))
-    if needed or not isinstance(b, Partial) or not b.made or b.unreduced_axes:
-        return inside(b) if isinstance(b, Split) else REPLICATED
-    return Partial(b.gradient, made=False)
+def _first_claim(block: Block, init: Placement, i: int) -> Placement:
+    """Return the strongest placement that a carry may keep."""
+    user = block.next.get(i)
+    adds = block.uses[i] == 1 and user is not None and user.name in _ADDS and is_wide(block.avals[i].dtype)
+    if not adds or isinstance(init, Split):
+        return inside(init)
+    # A sum that starts from a nonzero value is not a gradient, but may be parameters.
+    return Partial(is_zero(init) or (isinstance(init, Partial) and init.gradient), made=False)
 
 
-def bound(placed: Sequence[Propagation]) -> Callable[..., Sequence[Any]]:
+def _weaker(taken: Placement, returned: Placement, reduced: bool) -> Placement:
+    """Return the placement that the next iteration takes of a carry; `reduced`: something needs its sum."""
+    if not isinstance(taken, Partial):
+        return join(taken, inside(returned))
+    if reduced or not isinstance(returned, Partial) or not returned.made or returned.unreduced_axes:
+        return inside(returned) if isinstance(returned, Split) else REPLICATED
+    return Partial(returned.gradient, made=False)
+
+
+def bound(placed: Sequence[Propagation]) -> Run:
     """Return a function that runs control flow with placed bodies."""
 
     def run(device: DeviceContext, node: Node, args: list[Any]) -> Sequence[Any]:
-        made = {id(body.closed): device.body(one) for body, one in zip(bodies(node.eqn), placed, strict=True)}
-        return device.bind(node, args, with_bodies(node.eqn, lambda closed: made[id(closed)]))
+        programs = {id(body.closed): device.body(p) for body, p in zip(bodies(node.eqn), placed, strict=True)}
+        return device.bind(node, args, with_bodies(node.eqn, lambda closed: programs[id(closed)]))
 
     return run
 
@@ -110,37 +139,42 @@ def _out(carry: Sequence[Placement]) -> list[Placement]:
 def _scan(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     infer = ctx.infer
     (body,) = bodies(node.eqn)
-    first, rest = body.carry.start, body.carry.stop
     block = infer.block(body.closed, node.backward)
-    over_batch = any(isinstance(p, Split) and p.dim == 0 and not p.of_state for p in ins[rest:])
-    if over_batch and (strategy := _own_turns(ctx, node, ins, block, first, rest)):
+    consts_in, carry_in, xs_in = body.split(ins)
+    over_batch = any(isinstance(p, Split) and p.dim == 0 and not p.of_state for p in xs_in)
+    if over_batch and (strategy := _own_iterations(ctx, node, ins, block, body.carry)):
         return strategy
-    later = ctx.added_up(node).intersection(body.ys)
-    consts: Sequence[Placement] = [throughout(p) for p in ins[:first]]
-    xs = [_unscanned(infer, inside(p), ctx.block.avals[i]) for p, i in zip(ins[rest:], node.ins[rest:], strict=True)]
+    arrays = body.split(node.ins)[2]
+    added_later = ctx.added_up(node).intersection(body.ys)
+    consts: Sequence[Placement] = [throughout(p) for p in consts_in]
+    xs = [_unscanned(infer, inside(p), ctx.block.avals[i]) for p, i in zip(xs_in, arrays, strict=True)]
 
-    def place(consts: Any, carry: Any, xs: Any, wants: Any = None) -> Propagation:
-        inner = [replace(p, dim=p.dim - 1) if isinstance(p, Split) else REPLICATED for p in xs]
-        return infer.place(block, [*consts, *carry, *inner], wants, _partial_carries(carry) | later)
+    def place(
+        consts: Sequence[Placement],
+        carry: Sequence[Placement],
+        xs: Sequence[Placement],
+        wants: Sequence[Form] | None = None,
+    ) -> Propagation:
+        slices = [replace(p, dim=p.dim - 1) if isinstance(p, Split) else REPLICATED for p in xs]
+        return infer.place(block, [*consts, *carry, *slices], wants, _partial_carries(carry) | added_later)
 
-    def settle(xs: Sequence[Placement]) -> tuple[Sequence[Placement], Propagation]:
-        return _carried(block, ins[first:rest], first, lambda carry: place(consts, carry, xs))
+    def resolve(xs: Sequence[Placement]) -> tuple[Sequence[Placement], Propagation]:
+        return _carried(block, carry_in, body.carry, lambda carry: place(consts, carry, xs))
 
-    carry, placed = settle(xs)
-    examples = sum(nbytes(ctx.block.avals[i]) for i in node.ins[rest:])
-    if over_batch and placed.communicates and _is_little(infer, examples):
-        # Little sequential work: one gather of the batch may cost less than a message per turn.
+    carry, placed = resolve(xs)
+    if over_batch and placed.communicates and _is_little(infer, sum(nbytes(ctx.block.avals[i]) for i in arrays)):
+        # Little sequential work: one gather of the batch may cost less than a message per iteration.
         gathered = [p if isinstance(p, Split) and p.of_state else REPLICATED for p in xs]
-        other, whole = settle(gathered)
+        whole_carry, whole = resolve(gathered)
         if not whole.communicates and seconds(whole, infer.machine) <= infer.link.latency:
-            carry, xs, placed = other, gathered, whole
+            carry, xs, placed = whole_carry, gathered, whole
     consts, (placed,) = sliced(consts, [placed], lambda cut: [place(cut, carry, xs)])
     wants, out_placements = [form(p) for p in carry], _out(carry)
     for k in body.ys:
-        p = resolved(_stacked(ctx, node.outs[k], placed.returned(k), k in later))
+        p = resolved(_stacked(ctx, node.outs[k], placed.returned(k), k in added_later))
         wants.append(form(p))
-        outer = replace(p, dim=p.dim + 1, whole=False, requested=False) if isinstance(p, Split) else p
-        out_placements.append(Replicated() if isinstance(outer, Replicated) else outer)
+        stacked = replace(p, dim=p.dim + 1, whole=False, requested=False) if isinstance(p, Split) else p
+        out_placements.append(Replicated() if isinstance(stacked, Replicated) else stacked)
     placed = place(consts, carry, xs, wants)
     return Strategy([form(p) for p in (*consts, *carry, *xs)], out_placements, bound([placed]), bodies=[placed])
 
@@ -170,32 +204,28 @@ def _unscanned(infer: Inference, p: Placement, aval: Any) -> Placement:
     return tile(dims[0], aval.shape[dims[0]], parts, p.of_state) if dims else REPLICATED
 
 
-def _own_turns(
-    ctx: RuleContext, node: Node, ins: Sequence[Placement], block: Block, first: int, rest: int
+def _own_iterations(
+    ctx: RuleContext, node: Node, ins: Sequence[Placement], block: Block, carry_inputs: range
 ) -> Strategy | None:
-    """Split a loop over the batch whose turns are independent but for sums of results."""
+    """Split a loop over the batch whose iterations are independent but for sums of results."""
     if any(has_effect(n.eqn) or n.name in FOR_ITSELF for n in block.nodes):
         return None
-    carried = list(zip(block.inputs[first:rest], block.outputs, strict=False))
-    for i, o in carried:
-        n = block.makers.get(o)
-        if n is None or n.name not in ADDITION or i not in n.ins or n.ins[0] == n.ins[1]:
-            return None
-        if block.uses[i] != 1 or block.uses[o] != 1 or not is_wide(block.avals[i].dtype):
-            return None
-    split = next(p for p in ins[rest:] if isinstance(p, Split) and p.dim == 0 and not p.of_state)
-    if split.outer > 1 and carried and split.is_padded(ctx.n):
+    first, count = carry_inputs.start, len(carry_inputs)
+    taken, returned = [block.inputs[k] for k in carry_inputs], block.outputs[:count]
+    if not all(_is_a_sum(block, i, o) for i, o in zip(taken, returned, strict=True)):
         return None
-    to = form(split)
-    params, count = node.eqn.params, rest - first
+    split = next(p for p in ins[carry_inputs.stop :] if isinstance(p, Split) and p.dim == 0 and not p.of_state)
+    if split.outer > 1 and count and split.is_padded(ctx.n):
+        return None
+    params, narrow = node.eqn.params, [block.avals[i] for i in taken]
     body = jaxpr_as_fun(params["jaxpr"])
 
     def run(device: DeviceContext, node: Node, args: list[Any]) -> Sequence[Any]:
-        consts, carry, xs = args[:first], args[first:rest], args[rest:]
+        consts, carry, xs = args[:first], args[first : carry_inputs.stop], args[carry_inputs.stop :]
         padded = split.is_padded(device.n)
         counts = device.real(replace(split, dim=0), 1) if padded and carry else None
 
-        def turn(carry: Any, xs: Any) -> Any:
+        def iteration(carry: Any, xs: Any) -> Any:
             xs, real = xs
             outs = body(*consts, *[c.astype(a.dtype) for c, a in zip(carry, narrow, strict=True)], *xs)
             new = [o.astype(c.dtype) for o, c in zip(outs[:count], carry, strict=True)]
@@ -203,41 +233,50 @@ def _own_turns(
                 new = [jnp.where(real, a, b) for a, b in zip(new, carry, strict=True)]
             return tuple(new), tuple(outs[count:])
 
-        narrow = [block.avals[i] for i in block.inputs[first:rest]]
         settings = {k: params[k] for k in ("reverse", "unroll")}
-        carry, ys = lax.scan(turn, tuple(carry), (tuple(xs), counts), length=split.rows, **settings)
+        carry, ys = lax.scan(iteration, tuple(carry), (tuple(xs), counts), length=split.rows, **settings)
         return [*carry, *ys]
 
-    in_forms = [*[REPLICATED] * first, *[Partial()] * count, *[to] * (len(ins) - rest)]
+    in_forms = [*[REPLICATED] * first, *[Partial()] * count, *[form(split)] * (len(ins) - carry_inputs.stop)]
     out_placements: list[Placement] = [Partial(gradient=node.backward)] * count
     out_placements += [replace(split, whole=False)] * (len(node.outs) - count)
     return Strategy(in_forms, out_placements, run)
+
+
+def _is_a_sum(block: Block, i: int, o: int) -> bool:
+    """Check whether an iteration only adds to a carry: it takes value `i` and returns `o`."""
+    node = block.makers.get(o)
+    if node is None or node.name not in ADDITION or i not in node.ins or node.ins[0] == node.ins[1]:
+        return False
+    return block.uses[i] == 1 and block.uses[o] == 1 and is_wide(block.avals[i].dtype)
 
 
 @special("while")
 def _while(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     infer = ctx.infer
     test, loop = bodies(node.eqn)
-    cond, body = (infer.block(one.closed, node.backward) for one in (test, loop))
-    cond_consts, consts = ([throughout(p) for p in one.split(ins)[0]] for one in (test, loop))
+    cond, body = infer.block(test.closed, node.backward), infer.block(loop.closed, node.backward)
+    cond_consts, consts = ([throughout(p) for p in program.split(ins)[0]] for program in (test, loop))
     if cond.avals[cond.outputs[0]].shape:
         return _batched_while(ctx, node, ins, cond_consts, consts, cond, body)
 
-    def again(carry: Sequence[Placement]) -> Propagation:
+    def place_cond(carry: Sequence[Placement]) -> Propagation:
         return infer.place(cond, [*cond_consts, *carry], [REPLICATED])
 
-    def turn(consts: Sequence[Placement], carry: Sequence[Placement], wants: Any = None) -> Propagation:
+    def place_body(
+        consts: Sequence[Placement], carry: Sequence[Placement], wants: Sequence[Form] | None = None
+    ) -> Propagation:
         return infer.place(body, [*consts, *carry], wants, _partial_carries(carry))
 
-    def needed(carry: Sequence[Placement]) -> list[int]:
-        return [i - test.carry.start for i in again(carry).reduced_inputs]
+    def reduced_by_cond(carry: Sequence[Placement]) -> list[int]:
+        return [i - test.carry.start for i in place_cond(carry).reduced_inputs]
 
-    start = loop.split(ins)[1]
-    carry, placed = _carried(body, start, loop.carry.start, lambda carry: turn(consts, carry), needed)
-    consts, _ = sliced(consts, [placed], lambda cut: [turn(cut, carry)])
-    found = again(carry), turn(consts, carry, [form(p) for p in carry])
+    init = loop.split(ins)[1]
+    carry, placed = _carried(body, init, loop.carry, lambda carry: place_body(consts, carry), reduced_by_cond)
+    consts, _ = sliced(consts, [placed], lambda cut: [place_body(cut, carry)])
+    both = place_cond(carry), place_body(consts, carry, [form(p) for p in carry])
     in_forms = [form(p) for p in (*cond_consts, *consts, *carry)]
-    return Strategy(in_forms, _out(carry), bound(found), bodies=found)
+    return Strategy(in_forms, _out(carry), bound(both), bodies=both)
 
 
 def _batched_while(

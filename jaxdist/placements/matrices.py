@@ -35,7 +35,7 @@ class Component:
         return block
 
 
-def is_whole_work(node: Node, strategy: Strategy, at: Sequence[Placement], moved: Counter[int]) -> bool:
+def is_whole_work(node: Node, strategy: Strategy, placements: Sequence[Placement], moved: Counter[int]) -> bool:
     """Check whether a placed operation gathers stored values, or is repeated on every device."""
     if strategy.bodies:
         return any(body.matrices for body in strategy.bodies)
@@ -43,7 +43,7 @@ def is_whole_work(node: Node, strategy: Strategy, at: Sequence[Placement], moved
         out: Any = node.eqn.outvars[0].aval
         summed = isinstance(strategy.out_placements[0], Partial) and out.ndim > 1
         return moved[id(node)] > 0 or summed
-    in_slices = any(isinstance(at[i], Split) for i in node.ins)
+    in_slices = any(isinstance(placements[i], Split) for i in node.ins)
     return bool(strategy.why) and in_slices and not (node.name in LINEAR or is_elementwise(node.eqn.primitive))
 
 
@@ -64,120 +64,152 @@ def bytes_sent(placed: Propagation, component: Component) -> int:
 
 def components(infer: Inference, placed: Propagation, moved: Counter[int]) -> list[Component]:
     """Find components. Control flow is one operation, unless more are inside than around it."""
+    block = placed.block
     whole = [
-        is_whole_work(n, s, placed.placements, moved)
-        for n, s in zip(placed.block.nodes, placed.strategies, strict=True)
+        is_whole_work(node, strategy, placed.placements, moved)
+        for node, strategy in zip(block.nodes, placed.strategies, strict=True)
     ]
     if not any(whole):
         return []
     most = max((body.matrices for strategy in placed.strategies for body in strategy.bodies), default=0)
-    found = _Finder(infer, placed, moved, whole, most).found()
-    if most > max(1, len(found)):
-        found = _Finder(infer, placed, moved, whole, max(1, len(found))).found()
-    return found
+    components = _Finder(infer, placed, moved, whole).find(most)
+    # A loop over several matrices is no single operation where as many components are found without it.
+    if most > max(1, len(components)):
+        components = _Finder(infer, placed, moved, whole).find(max(1, len(components)))
+    return components
 
 
-_Places = dict[int, None]  # positions of operations in the block, as an ordered set
-_Key = tuple[int, int]  # a stage, and a component in it
+@dataclass(frozen=True)
+class _ValueFacts:
+    """What a value depends on."""
+
+    stage: int = 0  # of the whole-matrix work that it depends on
+    component: int | None = None  # the number of that work's component in the stage, if it is in one
+    of_batch: bool = False  # an activation, or a sum of activations on its way to a device
+
+
+@dataclass(frozen=True)
+class _OperationFacts:
+    """Where an operation belongs."""
+
+    stage: int
+    component: int | None
+    movable: bool  # one device may do it alone
 
 
 class _Finder:
-    """Joins the operations of a block."""
+    """Joins the operations of a block to components, in program order.
 
-    # A value has a stage and, if it depends on whole-matrix work of that stage, a component. An
-    # operation that no component may contain ends a stage; the rest waits for it.
+    A value has a stage and, if it depends on whole-matrix work of that stage, a component. An operation that no
+    component may contain ends the stage of its operands, and what follows waits for it. Two matrices::
 
-    def __init__(self, infer: Inference, placed: Propagation, moved: Counter[int], whole: Sequence[bool], most: int):
-        self._most, self._whole = most, whole
-        self.infer, self.placed, self.block = infer, placed, placed.block
-        self._moved = [moved[id(node)] for node in self.block.nodes]
-        self._maker = {o: k for k, node in enumerate(self.block.nodes) for o in node.outs}
-        self._results = set(self.block.outputs)
-        self._joined = Classes[int]()  # components
-        count = len(self.block.avals)
-        self._stage, self._component = [0] * count, [-1] * count
-        self._of_batch = [False] * count
-        for i in self.block.inputs:
-            self._of_batch[i] = _is_of_batch(placed.placements[i]) or isinstance(placed.placements[i], Partial)
-        self._at: list[_Key] = []  # stage and component of each operation
-        self._alone: list[bool] = []  # whether one device may do it
-        for node, strategy, is_whole in zip(self.block.nodes, placed.strategies, whole, strict=True):
-            self._enter(node, strategy, is_whole)
+        a1 = w1 @ w1.T      stage 0, component 0
+        a2 = w2 @ w2.T      stage 0, component 1
+        b1 = a1 @ w1        stage 0, component 0: it joins its operand's
+        n = |a1| + |a2|     stage 1, in none: the matrices meet in a number
+        c1 = b1 / n         stage 1, in none
+        d1 = c1 @ c1.T      stage 1, component 5: it starts one, numbered by its position
+    """
 
-    def _enter(self, node: Node, strategy: Strategy, is_whole: bool) -> None:
-        of_batch = any(self._of_batch[i] for i in node.ins)
-        for o in node.outs:
-            p = self.placed.placements[o]
-            self._of_batch[o] = _is_of_batch(p) or (of_batch and isinstance(p, Partial))
-        stage = max((self._stage[i] for i in node.ins), default=0)
-        joined = {i: self._joined.of(self._component[i]) for i in node.ins
-                  if self._component[i] >= 0 and self._stage[i] == stage}  # fmt: skip
-        keys = any(jnp.issubdtype(self.block.avals[i].dtype, jax.dtypes.extended) for i in (*node.ins, *node.outs))
-        inside = not of_batch and not keys and _is_pure(node, strategy, self._most)
+    def __init__(self, infer: Inference, placed: Propagation, moved: Counter[int], whole: Sequence[bool]):
+        self._infer, self._placed, self._block, self._moved = infer, placed, placed.block, moved
+        self._is_whole = whole  # for each operation, whether it is whole-matrix work
+        self._outputs = frozenset(placed.block.outputs)
+        self._joined = Classes[int]()  # components that are one
+        self._values = [_ValueFacts()] * len(self._block.avals)
+        self._operations: list[_OperationFacts] = []
+        self._position = {o: k for k, node in enumerate(self._block.nodes) for o in node.outs}
+
+    def find(self, most: int) -> list[Component]:
+        """Return the components; control flow with more than `most` of them inside is in none."""
+        placements = self._placed.placements
+        for i in self._block.inputs:
+            summand = isinstance(placements[i], Partial)
+            self._values[i] = _ValueFacts(of_batch=_is_of_batch(placements[i]) or summand)
+        for node, strategy, whole in zip(self._block.nodes, self._placed.strategies, self._is_whole, strict=True):
+            self._operations.append(self._visit(node, strategy, whole, most))
+        return [self._component(members, stage) for stage, members in self._members()]
+
+    def _visit(self, node: Node, strategy: Strategy, is_whole: bool, most: int) -> _OperationFacts:
+        """Put an operation into the component that it extends, or let it end the stage of its operands."""
+        operands = [self._values[i] for i in node.ins]
+        of_batch = any(operand.of_batch for operand in operands)
+        stage = max((operand.stage for operand in operands), default=0)
+        touched = {self._joined.of(x.component) for x in operands if x.component is not None and x.stage == stage}
+        keys = any(jnp.issubdtype(self._block.avals[i].dtype, jax.dtypes.extended) for i in (*node.ins, *node.outs))
+        movable = not of_batch and not keys and _is_pure(node, strategy, most)
         # Matrices meet in few numbers, such as a norm of all: only whole-matrix work joins components.
-        inside = inside and (is_whole or len(set(joined.values())) < 2)
-        component = -1
-        if not inside:
-            stage += bool(joined)
-        elif is_whole or joined:
-            component = min(joined.values(), default=len(self._at))  # from its first operation
-            for other in joined.values():
+        movable = movable and (is_whole or len(touched) < 2)
+        component = None
+        if not movable:
+            stage += bool(touched)
+        elif is_whole or touched:
+            component = min(touched, default=len(self._operations))
+            for other in touched:
                 self._joined.tie(other, component)
-        self._at.append((stage, component))
-        self._alone.append(inside)
         for o in node.outs:
-            self._stage[o], self._component[o] = stage, component
+            p = self._placed.placements[o]
+            follows = _is_of_batch(p) or (of_batch and isinstance(p, Partial))
+            self._values[o] = _ValueFacts(stage, component, follows)
+        return _OperationFacts(stage, component, movable)
 
-    def _takes_all(self, k: int) -> bool:
-        """Check whether an operation would gather returned slices, as picks from a sorted array do."""
-        at, avals, node = self.placed.placements, self.block.avals, self.block.nodes[k]
-        there = any(self._component[i] >= 0 and isinstance(at[i], Replicated) for i in node.ins
-                    if self.infer.choose(avals[i].shape) is not None)  # fmt: skip
-        gathers = node.name in CONTRACTION or all(isinstance(at[o], Replicated) for o in node.outs)
-        return self._moved[k] > 0 or (there and gathers)
-
-    def found(self) -> list[Component]:
-        """Return the components, without operations that merely depend on them."""
-        members: dict[_Key, _Places] = {}
-        needed: dict[int, set[_Key]] = {}  # values, and the components that take them
-        for k, node in reversed([*enumerate(self.block.nodes)]):
-            stage, component = self._at[k]
-            if component < 0:
+    def _members(self) -> list[tuple[int, set[int]]]:
+        """Return the stage and the operations of each component, without those that merely depend on it."""
+        members: dict[tuple[int, int], set[int]] = {}  # by stage and component
+        takers: dict[int, set[tuple[int, int]]] = {}  # of each value, the components that need it
+        for k, node in reversed([*enumerate(self._block.nodes)]):
+            operation = self._operations[k]
+            if operation.component is None:
                 continue
-            key = stage, self._joined.of(component)
-            if self._whole[k] or self._takes_all(k) or any(key in needed.get(o, ()) for o in node.outs):
-                members.setdefault(key, {})[k] = None
+            key = operation.stage, self._joined.of(operation.component)
+            needed = any(key in takers.get(o, ()) for o in node.outs)
+            if self._is_whole[k] or needed or self._takes_all(node):
+                members.setdefault(key, set()).add(k)
                 for i in node.ins:
-                    needed.setdefault(i, set()).add(key)
-        return [self._of(members[key], key[0]) for key in sorted(members)]
+                    takers.setdefault(i, set()).add(key)
+        return [(stage, members[stage, component]) for stage, component in sorted(members)]
 
-    def _of(self, own: _Places, stage: int) -> Component:
-        self._take_makers(own)
-        nodes = [self.block.nodes[k] for k in sorted(own)]
-        made = dict.fromkeys(o for node in nodes for o in node.outs)
-        taken = dict.fromkeys(i for node in nodes for i in node.ins)
-        ins = tuple(i for i in taken if i not in made and i not in self.block.known)
-        return Component(nodes, ins, tuple(o for o in made if not self._is_for(o, own)), stage)
+    def _takes_all(self, node: Node) -> bool:
+        """Check whether an operation would gather returned slices, as picks from a sorted array do."""
+        placements, avals = self._placed.placements, self._block.avals
+        of_matrix = any(
+            self._values[i].component is not None and isinstance(placements[i], Replicated)
+            for i in node.ins
+            if self._infer.choose(avals[i].shape) is not None
+        )
+        gathers = node.name in CONTRACTION or all(isinstance(placements[o], Replicated) for o in node.outs)
+        return self._moved[id(node)] > 0 or (of_matrix and gathers)
 
-    def _is_for(self, i: int, own: _Places) -> bool:
+    def _component(self, members: set[int], stage: int) -> Component:
+        members = self._with_makers(members)
+        nodes = [self._block.nodes[k] for k in sorted(members)]
+        results = dict.fromkeys(o for node in nodes for o in node.outs)
+        operands = dict.fromkeys(i for node in nodes for i in node.ins)
+        ins = tuple(i for i in operands if i not in results and i not in self._block.known)
+        return Component(nodes, ins, tuple(o for o in results if not self._is_for(o, members)), stage)
+
+    def _is_for(self, i: int, members: set[int]) -> bool:
         """Check whether only these operations take a value."""
-        return i not in self._results and all(k in own for k in self.block.users.get(i, ()))
+        return i not in self._outputs and members.issuperset(self._block.users.get(i, ()))
 
-    def _take_makers(self, own: _Places) -> None:
+    def _with_makers(self, members: set[int]) -> set[int]:
         """Add operations that make their operands, such as a transposed copy, unless that sends more."""
-        taken = [i for k in own for i in self.block.nodes[k].ins]
-        for i in taken:  # grows
-            k = self._maker.get(i, -1)
-            if k < 0 or k in own or self._at[k][1] >= 0 or not self._alone[k]:
+        members, operands = set(members), [i for k in sorted(members) for i in self._block.nodes[k].ins]
+        for i in operands:  # the list grows by the operands of what is added
+            k = self._position.get(i)
+            if k is None or k in members:
                 continue
-            node = self.block.nodes[k]
-            sent = sum(map(self._bytes, set(node.ins).difference(taken)))
-            if all(self._is_for(o, own) for o in node.outs) and sent <= sum(map(self._bytes, node.outs)):
-                own[k] = None
-                taken += node.ins
+            node, operation = self._block.nodes[k], self._operations[k]
+            if operation.component is not None or not operation.movable:
+                continue
+            sent = sum(map(self._bytes, set(node.ins).difference(operands)))
+            if all(self._is_for(o, members) for o in node.outs) and sent <= sum(map(self._bytes, node.outs)):
+                members.add(k)
+                operands += node.ins
+        return members
 
     def _bytes(self, i: int) -> int:
-        return nbytes(self.block.avals[i]) if isinstance(self.placed.placements[i], Split) else 0
+        return nbytes(self._block.avals[i]) if isinstance(self._placed.placements[i], Split) else 0
 
 
 def _is_of_batch(p: Placement) -> bool:

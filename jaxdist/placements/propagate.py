@@ -111,9 +111,9 @@ def _place_inputs(ctx: "RuleContext", in_placements: Sequence[Placement]) -> set
 
 def _scatter_summands(infer: Inference, propagation: Propagation, summands: Mapping[int, Partial]) -> None:
     """Reduce a summand that is whole for its uses into slices, if all of these take the same slices."""
-    block, messages = propagation.block, propagation.messages
+    block, messages, outputs = propagation.block, propagation.messages, set(propagation.block.outputs)
     for i, summand in summands.items():
-        if propagation.placements[i] != REPLICATED or i in block.outputs:
+        if propagation.placements[i] != REPLICATED or i in outputs:
             continue
         forms, aval = propagation.forms_of(i), block.avals[i]
         if len(forms) == 1 and isinstance(to := forms.pop(), Split) and infer.slices(summand, to, aval):

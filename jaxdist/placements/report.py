@@ -71,8 +71,10 @@ def _moved(over: Sequence[Propagation]) -> list[Row]:
         name, what, why = message.operation, message.kind, message.why
         if name == "jaxdist_all_reduce":  # over several axes: counted over the first
             continue
-        if what in ("all-gather", "all-to-all"):
-            what += " of shards" if message.of_state else " of activations"
+        if message.of_state and what in ("all-gather", "all-to-all"):
+            what += " of shards"
+        elif message.reshards and what in ("all-gather", "all-to-all"):  # else it is sent by the operation, as a result
+            what += " of activations"
         elif why != IN_PLACE:  # data parallelism consists of reductions
             why = ""
         instead = _INSTEAD.get(name, "") if what in _OF_BATCH and why != IN_PLACE else ""

@@ -149,6 +149,25 @@ class Propagation:
     alternatives: "list[tuple[Node, Strategy]]" = field(default_factory=list)  # those not taken by default
     matrices: int = 0  # the number of components in it (`jaxdist.placements.matrices`)
 
+    def __str__(self) -> str:
+        """A line for each operation: results with their placements, operands with their forms, messages."""
+        avals, notes = self.block.avals, dict[int, list[str]]()
+        for message in self.messages:
+            if message.node is not None and not message.again:
+                value = f" of {message.value}" if message.reshards else ""
+                notes.setdefault(id(message.node), []).append(f"{message.kind}{value}, {message.bytes} B")
+        lines = [
+            f"{i}: {in_short(avals[i])} {in_short_form(form)}"
+            for i, form in zip(self.block.inputs, self.in_forms, strict=True)
+        ]
+        for node, strategy in zip(self.block.nodes, self.strategies, strict=True):
+            results = [f"{i}: {in_short(avals[i])} {in_short_form(self.placements[i])}" for i in node.outs]
+            forms = zip(node.ins, strategy.in_forms, strict=True)
+            operands = [str(i) if form is None else f"{i} {in_short_form(form)}" for i, form in forms]
+            why = [strategy.name, strategy.why, *notes.get(id(node), ())]
+            lines.append(f"{', '.join(results)} = {node.name} {', '.join(operands)}  # {'; '.join(filter(None, why))}")
+        return "\n".join(line.removesuffix("  # ") for line in lines)
+
     def returning(self, infer: Inference, wants: Sequence[Form | None]) -> "Propagation":
         """Return this block with outputs converted to these forms; None keeps a form."""
         block, makers = self.block, self.block.makers
@@ -219,6 +238,19 @@ class Propagation:
     def communicates(self) -> bool:
         """Check whether a device waits for others in this block."""
         return any(propagation.messages for propagation, _ in self.blocks())
+
+
+def in_short(aval: Any) -> str:
+    """Format a type: float32[8,3]."""
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
+def in_short_form(placement: Placement) -> str:
+    """Format a placement: split(0), partial, whole, or deferred."""
+    if isinstance(placement, Split):
+        blocks = f" in {placement.outer} blocks" if placement.outer > 1 else ""
+        return f"split({placement.dim}{blocks}{', state' if placement.of_state else ''})"
+    return {Partial: "partial", Deferred: "deferred"}.get(type(placement), "whole")
 
 
 def sliced(

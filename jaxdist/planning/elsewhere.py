@@ -17,6 +17,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxdist import compat
+from jaxdist.compilation.calling import AUTO
+from jaxdist.forecast.ahead import Ahead, Held
+from jaxdist.forecast.choice import Forecast, fastest, meshes
 from jaxdist.ir.wire import Collective
 from jaxdist.machine import VIRTUAL
 from jaxdist.mesh import AXIS, GROUP, Sizes, along_data, axes_of_groups, mesh_of, on_each_host
@@ -25,9 +28,7 @@ from jaxdist.planning import schedule
 from jaxdist.planning.footprint import readable
 from jaxdist.planning.report import Candidate, Plan, Traffic, duration, total_of
 from jaxdist.planning.topology import Topology, target
-from jaxdist.step.calling import AUTO
 from jaxdist.step.decorated import DataParallel
-from jaxdist.step.forecast import Ahead, Forecast, Held, chosen, meshes
 
 LEVELS = (0, 1, 2, 3)
 
@@ -77,7 +78,7 @@ class Elsewhere:
         self._forecast: Forecast = step.forecast(self._mesh, self.topology.machine, args, {}, False)
         if wanted == AUTO:
             on = lambda sizes: self.on(sizes)._forecast
-            self._mesh = chosen(on, self.meshes() or [{AXIS: -1}], self.topology.machine)[0]
+            self._mesh = fastest(on, self.meshes() or [{AXIS: -1}], self.topology.machine).mesh
             self._forecast = self._forecast.on(self._mesh)
 
     def on(self, mesh: Sizes) -> "Elsewhere":
@@ -98,7 +99,7 @@ class Elsewhere:
         return self._forecast.repeats
 
     def meshes(self) -> list[dict[str, int]]:
-        """Return the meshes to choose from (see `jaxdist.step.forecast.meshes`)."""
+        """Return the meshes to choose from (see `jaxdist.forecast.choice.meshes`)."""
         return list(meshes(self.topology.devices, self.topology.per_host, self._forecast.batch))
 
     @property
@@ -121,7 +122,7 @@ class Elsewhere:
         """Compile a step and return its needs as XLA reports them."""
         began = time.monotonic()
         # Levels 1 and 2 are often one program, and its compilation is most of the time.
-        lowered = ahead.made.lower()
+        lowered = ahead.program.lower()
         key = hashlib.sha256(lowered.as_text().encode()).digest(), ahead.arguments
         if key not in self._programs:
             with _silence() if self.compiled_for == "cuda" else contextlib.nullcontext():
@@ -175,7 +176,7 @@ class Elsewhere:
                 overlapped = float(c.overlapped) if self.compiled_for == "cuda" else None
                 between, seconds = c.sent * machine.crossings(c.groups), c.seconds(machine)
                 traffic = Traffic(c.kind, c.times, c.times * c.bytes, c.sent, seconds, overlapped, between)
-                names = axes_of_groups(c.groups, ahead.made.placed.axes) if len(self._mesh.shape) > 1 else ()
+                names = axes_of_groups(c.groups, ahead.program.placed.axes) if len(self._mesh.shape) > 1 else ()
                 axis = "+".join(dict.fromkeys(AXIS if name == GROUP else name for name in names))
                 rows.setdefault((axis, c.kind), []).append(traffic)
         fits, shared = needs.peak <= self.memory, ahead.shared
@@ -184,7 +185,7 @@ class Elsewhere:
             within=None if not shared else HOST if shared == self.in_host else shared, mesh=mesh, bytes=kept,
             peak=needs.peak, fits=fits if needs.seconds or not fits else None,
             traffic=tuple(total_of(kind, found, axis) for (axis, kind), found in sorted(rows.items())),
-            flops=ahead.flops, host=ahead.away, compile_seconds=needs.seconds,
+            flops=ahead.flops, host=ahead.host_bytes, compile_seconds=needs.seconds,
         )  # fmt: skip
 
     def plan(self, written: Ahead, found: Sequence[Candidate], **more: Any) -> Plan:
@@ -197,8 +198,8 @@ class Elsewhere:
             )
             if self.compiled_for == "cpu":
                 self.note("XLA for CPUs makes no such copies; temporaries are at least their size")
-        pairs = zip(written.arguments, self._forecast.leaves, strict=True)
-        parameters = sum(math.prod(jnp.shape(leaf)) for x, leaf in pairs if _kind(x) == "parameters")
+        pairs = zip(written.arguments, self._forecast.avals, strict=True)
+        parameters = sum(math.prod(aval.shape) for x, aval in pairs if _kind(x) == "parameters")
         batch = self._forecast.batch
         tokens = [x.size for x in batch if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.integer)]
         size = (tokens[0], "tokens") if tokens else (batch[0].shape[0] if batch else 0, "examples")

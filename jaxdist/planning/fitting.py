@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jaxdist.compilation.calling import AUTO
+from jaxdist.forecast.ahead import Ahead
+from jaxdist.forecast.choice import in_words, order
 from jaxdist.mesh import AXIS, Sizes
 from jaxdist.planning.elsewhere import LEVELS, Elsewhere
 from jaxdist.planning.footprint import readable
 from jaxdist.planning.report import FRACTION, STATE, Candidate, Plan, duration
-from jaxdist.step.calling import AUTO
-from jaxdist.step.forecast import Ahead, order, said
 
 _MOST = 10  # compilations, if there are several meshes
 _NAMED = 3  # candidates that a sentence names
@@ -54,13 +55,13 @@ def fit(
     auto = mesh == AUTO or (mesh is None and getattr(step, "mesh", None) == AUTO)
     there = Elsewhere(step, args, topology, levels, {AXIS: -1} if auto else mesh)
     if auto:
-        among = [one for on in map(there.on, there.meshes()) for one in _options(on, said(on.mesh))]
+        among = [one for on in map(there.on, there.meshes()) for one in _options(on, in_words(on.mesh))]
         if not among:
             raise ValueError(f"no mesh of {there.topology} divides the batch")
         among = [one for one in among if not one.there.repeats] or among
         candidates, left = _search(among)
     else:
-        among = _options(there, said(there.mesh) if mesh else "")
+        among = _options(there, in_words(there.mesh) if mesh else "")
         candidates, left = [one.compile()[0] for one in among], []
         there.note("the number of microbatches and the use of jax.checkpoint are as in the step")
     if there.compiled_for != "cuda":

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from rich.table import Table
 
+from jaxdist.forecast.ahead import Times
 from jaxdist.machine import FRACTION, REACHED, fraction
 from jaxdist.placements.marks import Within
 from jaxdist.planning.footprint import digits, readable
 from jaxdist.planning.topology import Topology
-from jaxdist.step.forecast import Times
 from jaxdist.text import text_of
 
 STATE = ("parameters", "optimizer state", "other state")  # the kinds of bytes that persist between steps

@@ -1,1 +1,5 @@
-"""The decorated step: arguments are sorted into state and batch; it is traced once, placed, lowered, and called."""
+"""The calls of a decorated step: its arguments are read, compared between ranks, and brought to its program's mesh.
+
+In this order: `decorated`; `calls`, which knows earlier calls by `cached_call`; `reading` and `batch`, which tell the
+batch from the state; `placer`. The programs are of `jaxdist.compilation`.
+"""

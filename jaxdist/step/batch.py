@@ -9,11 +9,13 @@ dimension or without entries are whole.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from numpy.typing import DTypeLike
+
+from jaxdist.compilation.signature import Leaf
 
 INDICES = (  # follows advice about `batch_argnums`: jaxdist cannot know which numbers are indices
     "A batch is the parts of all ranks, one after the other: positions within a part (the edges of a graph, say) need "
@@ -30,30 +32,28 @@ class Argument(NamedTuple):
 
 def batch_of(arguments: Sequence[Argument], returned: Collection[int] = ()) -> tuple[int, ...]:
     """The positions of the arguments that are the batch."""
-    one = [i for i, a in enumerate(arguments) if len(a.lengths) == 1]
+    of_one_length = [i for i, a in enumerate(arguments) if len(a.lengths) == 1]
     able = [i for i, a in enumerate(arguments) if a.lengths and not a.keys]
-    last = [i for i in able if i in one and i not in returned] or [i for i in able if i in one or i not in returned]
-    if not last or last[-1] not in one:
-        return tuple(last[-1:])
-    return tuple(i for i in one if arguments[i].lengths == arguments[last[-1]].lengths)
+    candidates = [i for i in able if i in of_one_length and i not in returned]
+    candidates = candidates or [i for i in able if i in of_one_length or i not in returned]
+    if not candidates or candidates[-1] not in of_one_length:
+        return tuple(candidates[-1:])
+    return tuple(i for i in of_one_length if arguments[i].lengths == arguments[candidates[-1]].lengths)
 
 
-def is_keys(x: Any) -> bool:
-    """Check whether a leaf is a typed PRNG key, or an array of them."""
-    return jnp.issubdtype(getattr(x, "dtype", None) or type(x), jax.dtypes.prng_key)
-
-
-def sizes(leaves: Sequence[Any]) -> list[int | None]:
+def sizes(leaves: Sequence[Leaf]) -> list[int | None]:
     """Return the number of entries to split of each leaf of a batch argument; None for leaves that stay whole."""
-    found = [rows(x) if hasattr(x, "dtype") and np.ndim(x) else None for x in leaves]
-    raw = [n is not None and like_a_raw_key(x) for x, n in zip(leaves, found, strict=True)]
-    lengths = {n for n, key in zip(found, raw, strict=True) if n and not key}
+    # Keys of `jax.random.PRNGKey` have no type of their own: what looks like one is whole, unless others are as long.
+    entries = [rows(x) if hasattr(x, "dtype") and np.ndim(x) else None for x in leaves]
+    may_be_key = [n is not None and like_a_raw_key(x) for x, n in zip(leaves, entries, strict=True)]
+    lengths = {n for n, key in zip(entries, may_be_key, strict=True) if n and not key}
     return [
-        None if (key and n not in lengths) or (n == 0 and lengths) else n for n, key in zip(found, raw, strict=True)
+        None if (key and n not in lengths) or (n == 0 and lengths) else n
+        for n, key in zip(entries, may_be_key, strict=True)
     ]
 
 
-def like_a_raw_key(x: Any) -> bool:
+def like_a_raw_key(x: Leaf) -> bool:
     """Check whether an array may be a key of `jax.random.PRNGKey`."""
     return x.dtype == np.uint32 and np.ndim(x) == 1 and rows(x) in (2, 4)
 
@@ -84,7 +84,7 @@ class BatchPart(np.ndarray):
     total: int | None = None  # rows of all ranks; None of what is computed from it
 
 
-def batch_part(x: Any, total: int) -> Any:
+def batch_part(x: np.ndarray, total: int) -> BatchPart:
     """A `BatchPart` of an array."""
     out = np.asarray(x).view(BatchPart)
     out.total = total
@@ -95,7 +95,7 @@ def batch_part(x: Any, total: int) -> Any:
 class Part:
     """A process's part of a leaf of the batch, where the parts of all are not equally long."""
 
-    array: Any
+    array: jax.Array | np.ndarray
     total: int  # rows of all parts
 
     @property
@@ -103,23 +103,23 @@ class Part:
         return np.shape(self.array)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.array.dtype
 
     @property
     def ndim(self) -> int:
         return len(self.shape)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.array, dtype)
 
 
-def rows(x: Any) -> int:
+def rows(x: Leaf) -> int:
     """Return the rows of a leaf of the batch: of all parts, if it is a `Part`."""
     return x.total if type(x) is Part else int(np.shape(x)[0])
 
 
-def check(name: str, x: Any) -> None:
+def check(name: str, x: Leaf) -> None:
     """Refuse a leaf that can't be split."""
     shape = np.shape(x)
     if not shape:

@@ -7,8 +7,8 @@ from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 from jax.sharding import Mesh
 
 from jaxdist.compat import is_pmapped
+from jaxdist.compilation.calling import AUTO, COMPRESSIONS, AnyMesh, Batch, Calling, Compression, Layouts, Settings
 from jaxdist.mesh import AXIS, Sizes
-from jaxdist.step.calling import AUTO, COMPRESSIONS, AnyMesh, Batch, Calling, Compression, Layouts, Settings
 from jaxdist.step.decorated import DataParallel, decorated_with
 
 P = ParamSpec("P")
@@ -188,9 +188,9 @@ def parallel(
 
 def decorator(step: Callable[..., Any] | None, mesh: AnyMesh | None, layouts: Layouts | None, options: Options) -> Any:
     """The decorated step, or what decorates one."""
-    of: dict[str, Any] = {**_DEFAULTS, **options}
-    _check(of)
-    of |= {name: _several(x) for name, x in of.items() if name.endswith(("nums", "names")) and x is not None}
+    values: dict[str, Any] = {**_DEFAULTS, **options}
+    _check(values)
+    values |= {name: _several(x) for name, x in values.items() if name.endswith(("nums", "names")) and x is not None}
 
     def decorate(step: Callable[..., Any]) -> Any:
         if not callable(step):
@@ -201,12 +201,12 @@ def decorator(step: Callable[..., Any] | None, mesh: AnyMesh | None, layouts: La
                 "decorate with jaxdist.data_parallel instead of jax.pmap; lax.pmean and the like stay, and arguments "
                 "lose the axis of devices"
             )
-        calling = Calling(step, of["static_argnums"], of["static_argnames"])
-        donated = calling.named("donate", of["donate_argnums"], of["donate_argnames"])
+        calling = Calling(step, values["static_argnums"], values["static_argnames"])
+        donated = calling.named("donate", values["donate_argnums"], values["donate_argnames"])
         settings = Settings(
-            step, calling, of["batch_argnums"], of["donate"], donated, of["check_finite"],
-            of["check_every"], mesh, layouts, of["bucket_bytes"], of["compress"],
-            tuple(sorted((of["compiler_options"] or {}).items())),
+            step, calling, values["batch_argnums"], values["donate"], donated, values["check_finite"],
+            values["check_every"], mesh, layouts, values["bucket_bytes"], values["compress"],
+            tuple(sorted((values["compiler_options"] or {}).items())),
         )  # fmt: skip
         return decorated_with(settings)
 
@@ -219,22 +219,22 @@ _DEFAULTS = Options(
 )  # fmt: skip
 
 
-def _check(of: Mapping[str, Any]) -> None:
+def _check(values: Mapping[str, Any]) -> None:
     """Refuse options that mean nothing."""
-    if unknown := [name for name in of if name not in _DEFAULTS]:
+    if unknown := [name for name in values if name not in _DEFAULTS]:
         raise TypeError(f"unknown option {unknown[0]!r}; valid: {', '.join(_DEFAULTS)}")
-    check_every, compress, bucket_bytes = (of[name] for name in ("check_every", "compress", "bucket_bytes"))
+    check_every, compress, bucket_bytes = (values[name] for name in ("check_every", "compress", "bucket_bytes"))
     if type(check_every) is not int or check_every < 0:
         raise ValueError(f"check_every={check_every!r}: a number of calls, or 0 for never")
     if compress not in (None, *COMPRESSIONS):
         raise ValueError(f"compress={compress!r}: gradients can be sent as 'bf16' or 'fp16', or unchanged (None)")
-    if not isinstance(of["compiler_options"] or {}, Mapping):
-        raise TypeError(f"compiler_options={of['compiler_options']!r}: a dictionary of XLA's options by name")
+    if not isinstance(values["compiler_options"] or {}, Mapping):
+        raise TypeError(f"compiler_options={values['compiler_options']!r}: a dictionary of XLA's options by name")
     if not (bucket_bytes is None or (type(bucket_bytes) is int and bucket_bytes >= 0)):
         raise ValueError(f"bucket_bytes={bucket_bytes!r}: a number of bytes, 0 to send each gradient alone")
 
 
-def _check_layouts(layouts: Any) -> None:
+def _check_layouts(layouts: object) -> None:
     """Refuse anything but dimensions by regular expressions."""
     if not isinstance(layouts, Mapping):
         raise TypeError(f'layouts={layouts!r}: a dictionary, as {{r"Dense_0.*kernel": 1}}')
@@ -247,5 +247,5 @@ def _check_layouts(layouts: Any) -> None:
             raise TypeError(f"layouts={{{expression!r}: {dim!r}}}: the dimension to cut, a number, or None for none")
 
 
-def _several(given: Any) -> tuple[Any, ...]:
-    return (given,) if isinstance(given, (int, str)) else tuple(given)
+def _several(numbers_or_names: Batch | Sequence[Batch]) -> tuple[Batch, ...]:
+    return (numbers_or_names,) if isinstance(numbers_or_names, (int, str)) else tuple(numbers_or_names)

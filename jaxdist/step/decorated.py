@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
 import jax
@@ -12,29 +12,30 @@ from jax.sharding import Mesh
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.compat import under_no_mesh
+from jaxdist.compilation import modules
+from jaxdist.compilation.calling import AUTO, AnyMesh, Settings
+from jaxdist.compilation.program import Pinned, Program
+from jaxdist.compilation.signature import Args, Kwargs, Leaf, PyTree, Signature, flat
+from jaxdist.compilation.tracing import is_traced
 from jaxdist.errors import StepError
+from jaxdist.forecast.choice import ChosenMesh, Forecast, choose, in_words
 from jaxdist.ir.primitives import plain_p
 from jaxdist.ir.trace import inside_step, with_axis
 from jaxdist.machine import Machine
 from jaxdist.mesh import mesh_of
 from jaxdist.runtime.context import Context, get_context, machine_of
-from jaxdist.step import modules
-from jaxdist.step.calling import AUTO, AnyMesh, Settings
+from jaxdist.step import batch
 from jaxdist.step.calls import Arguments, Calls
-from jaxdist.step.forecast import Forecast, choose, said
-from jaxdist.step.known import check_there
-from jaxdist.step.placer import on_one_device
-from jaxdist.step.program import Program
-from jaxdist.step.signature import Signature, flat
+from jaxdist.step.donated import check_not_donated
+from jaxdist.step.leaves import abstract, on_one_device, sharding_over_any
 from jaxdist.step.stages import Lowered, Traced
-from jaxdist.step.tracing import is_traced
 from jaxdist.text import name_of
 from jaxdist.tracebacks import api_boundary
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Own = TypeVar("Own")
-Rest = ParamSpec("Rest")
+Bound = TypeVar("Bound")  # the object whose method it is
+Others = ParamSpec("Others")  # the parameters after it
 
 
 class DataParallel(Generic[P, R]):
@@ -47,19 +48,19 @@ class DataParallel(Generic[P, R]):
         self._bound: Calls | None = None
         self.why = ""  # it has chosen its mesh
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> str | tuple[Callable[[Settings], "DataParallel"], tuple[Settings]]:
         """Pickle as the step of the same module, or (from a notebook) as its decoration."""
         name = getattr(self, "__qualname__", "")
         importable = self.__module__ != "__main__" and getattr(sys.modules.get(self.__module__), name, None) is self
         return name if importable else (decorated_with, (self._settings,))
 
     @overload
-    def __get__(self, instance: None, owner: Any = ...) -> Self: ...
+    def __get__(self, instance: None, owner: type | None = ...) -> Self: ...
     @overload
     def __get__(
-        self: "DataParallel[Concatenate[Own, Rest], R]", instance: Own, owner: Any = ...
-    ) -> Callable[Rest, R]: ...
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        self: "DataParallel[Concatenate[Bound, Others], R]", instance: Bound, owner: type | None = ...
+    ) -> Callable[Others, R]: ...
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
     @api_boundary
@@ -69,9 +70,7 @@ class DataParallel(Generic[P, R]):
         return self._outermost(args, kwargs)
 
     @under_no_mesh
-    def _outermost(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], only: tuple[Program, Program] | None = None
-    ) -> Any:
+    def _outermost(self, args: Args, kwargs: dict[str, PyTree], pinned: Pinned | None = None) -> PyTree:
         calls, config, keywords = self._calls(args, kwargs), cast("Any", jax.config), ()
         if config.jax_disable_jit:
             return self._op_by_op(calls, args, kwargs)
@@ -79,10 +78,10 @@ class DataParallel(Generic[P, R]):
             args, keywords = self._settings.calling.arrange(args, kwargs)
         if config.jax_debug_nans or config.jax_debug_infs:  # counted in the step: JAX would look in our code
             with calls.cache.looking_for((config.jax_debug_nans, config.jax_debug_infs)):
-                return calls.run(args, keywords, only)
-        return calls.run(args, keywords, only)
+                return calls.run(args, keywords, pinned)
+        return calls.run(args, keywords, pinned)
 
-    def _op_by_op(self, calls: Calls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _op_by_op(self, calls: Calls, args: Args, kwargs: dict[str, PyTree]) -> PyTree:
         """The plain step in Python, under `jax.disable_jit`."""
         if calls.context.size > 1:
             raise StepError(
@@ -90,18 +89,19 @@ class DataParallel(Generic[P, R]):
                 "process, with the whole batch (python train.py)"
             )
         arranged, keywords = self._settings.calling.arrange(args, kwargs)
-        check_there(self._base, self._settings.calling, arranged, keywords, jax.tree.leaves(arranged))
+        check_not_donated(self._base, self._settings.calling, arranged, keywords, jax.tree.leaves(arranged))
         with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):  # JAX's check would name the copy
-            local = lambda x: x if modules.found(x) else jax.tree.map(on_one_device, x)
+            local = lambda x: x if modules.has_objects(x) else jax.tree.map(on_one_device, x)
             args, kwargs = tuple(map(local, args)), {name: local(x) for name, x in kwargs.items()}
         return self._plain(args, kwargs)
 
-    def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _plain(self, args: Args, kwargs: dict[str, PyTree]) -> PyTree:
         """The undecorated step."""
         step = self._settings.step
-        return with_axis(lambda *xs: step(*modules.apart(xs), **modules.apart(kwargs)), args)
+        copied = modules.with_copied_containers
+        return with_axis(lambda *xs: step(*copied(xs), **copied(kwargs)), args)
 
-    def _on_tracers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_tracers(self, args: Args, kwargs: dict[str, PyTree]) -> PyTree:
         """Run the plain step, marked: it must not be compiled unchanged in a job of several devices."""
         result = self._plain(args, kwargs)
         if inside_step():
@@ -121,7 +121,7 @@ class DataParallel(Generic[P, R]):
         return self.trace(*args, **kwargs).lower()
 
     @api_boundary
-    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> PyTree:
         """The types of the result for these arguments or their types. Nothing is sent."""
         return self.trace(*args, **kwargs).out_info
 
@@ -136,37 +136,36 @@ class DataParallel(Generic[P, R]):
         return self._settings.mesh
 
     @under_no_mesh
-    def program(self, *args: Any, **kwargs: Any) -> Program:
+    def program(self, *args: PyTree, **kwargs: PyTree) -> Program:
         """Return the program for these arguments, not compiled. Nothing is sent."""
         calls = self._calls(args, kwargs)
         signature, leaves = self._read(calls, args, kwargs)
-        calls.placer.check(signature, leaves)
-        return calls.cache.program(signature, leaves)
+        return calls.program(signature, leaves)
 
-    def _read(self, calls: Calls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Signature, list[Any]]:
+    def _read(self, calls: Calls, args: Args, kwargs: Kwargs) -> tuple[Signature, list[Leaf]]:
         """Return the signature of a call and its leaves, with objects of nnx as their arrays."""
         args, keywords = self._settings.calling.arrange(args, kwargs)
-        args = modules.split(args)[0] if modules.found(args) else args
+        args = modules.split(args)[0] if modules.has_objects(args) else args
         return calls.read(Arguments(args, keywords, *flat(args, keywords)))
 
-    def _calls(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Calls:
+    def _calls(self, args: Args, kwargs: Kwargs) -> Calls:
         """The calls of the step, once its devices are settled; with ``mesh="auto"`` for a call of these arguments."""
         if self._bound is None:
             context = get_context()
-            given, passed = self._settings.mesh, None
-            if given == AUTO:
-                given, self.why = self._chosen(context, args, kwargs)
-                passed = context.mesh
-            mesh = context.mesh if given is None else mesh_of(given, context.devices)
-            self._bound = Calls(self._base, self._settings, context, mesh, passed)
+            declared, input_mesh = self._settings.mesh, None
+            if declared == AUTO:
+                declared, self.why = self._chosen(context, args, kwargs)
+                input_mesh = context.mesh
+            mesh = context.mesh if declared is None else mesh_of(declared, context.devices)
+            self._bound = Calls(self._base, self._settings, context, mesh, input_mesh)
         return self._bound
 
-    def _chosen(self, context: Context, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Mesh, str]:
-        """The fastest mesh for a call, the same on every rank, and why. Every rank calls it."""
+    def _chosen(self, context: Context, args: Args, kwargs: Kwargs) -> ChosenMesh:
+        """The fastest mesh for a call, the same on every rank. Every rank calls it."""
 
-        def part() -> Part[tuple[Mesh, str]]:
-            mesh, why = choose(self.forecast(context.mesh, machine_of(context.mesh), args, kwargs, True), context)
-            return Part((mesh, why), (("mesh", said(mesh.shape)),))
+        def part() -> Part[ChosenMesh]:
+            chosen = choose(self.forecast(context.mesh, machine_of(context.mesh), args, kwargs, True), context)
+            return Part(chosen, (("mesh", in_words(chosen.mesh.shape)),))
 
         advice = "Give the sizes of its axes, or the same JAXDIST_MACHINE on all ranks"
         try:
@@ -175,19 +174,19 @@ class DataParallel(Generic[P, R]):
             raise error.__cause__ or error from None  # an error in the step is the user's own
 
     @under_no_mesh
-    def forecast(
-        self, mesh: Mesh, machine: Machine, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: bool
-    ) -> Forecast:
+    def forecast(self, mesh: Mesh, machine: Machine, args: Args, kwargs: Kwargs, parts: bool) -> Forecast:
         """A call on devices that need not be here; its batch is whole, or this process's part of one."""
         if self._settings.mesh is not None:
             other: DataParallel[P, R] = DataParallel(dataclasses.replace(self._settings, mesh=None))
             return other.forecast(mesh, machine, args, kwargs, parts)
         calls = self._calls(args, kwargs)
         signature, leaves = self._read(calls, args, kwargs)
-        if parts:
-            logical = calls.placer.logical_batch
-            leaves = [logical(x) if b else x for x, b in zip(leaves, signature.is_batch, strict=True)]
-        return Forecast(self._settings, calls.cache, signature, leaves, mesh, machine)
+        logical = calls.placer.logical_batch if parts else abstract
+        avals = [logical(x) if b else abstract(x) for x, b in zip(leaves, signature.is_batch, strict=True)]
+        for i in signature.batch:
+            batch.check(signature.names[i], avals[i])
+        shardings = {i: sharding for i in signature.state if (sharding := sharding_over_any(leaves[i])) is not None}
+        return Forecast(self._settings, calls.cache, signature, avals, shardings, mesh, machine)
 
 
 def decorated_with(settings: Settings) -> DataParallel:

@@ -1,20 +1,29 @@
 """The stages of a call, as `jax.jit` has them: traced, lowered, and compiled, for the user's own arguments."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jaxdist.step import modules
-from jaxdist.step.program import Program
-from jaxdist.step.signature import is_constant, structure_of_values, unflattener
-from jaxdist.step.tracing import is_traced
+from jaxdist.compilation import modules
+from jaxdist.compilation.program import CompilerOptions, Pinned, Program
+from jaxdist.compilation.signature import Args, Leaf, PyTree, TreeDef, is_constant, structure_of_values, unflattener
+from jaxdist.compilation.tracing import is_traced
 from jaxdist.tracebacks import api_boundary
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Run = Callable[[tuple[Any, ...], dict[str, Any], tuple[Program, Program]], Any]  # a step, for one program only
+Run = Callable[[Args, dict[str, PyTree], Pinned], PyTree]  # a step, for one program only
+
+
+class _Array(Protocol):
+    """The type of a leaf of a traced step."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    weak_type: bool
 
 
 class Stage(Generic[P, R]):
@@ -24,11 +33,11 @@ class Stage(Generic[P, R]):
         self._program, self._run = program, run
         self._placed, self._step = program.placed, program.placed.step
         self._out_tree = self._step.tree
-        if modules.among(self._placed.signature.tree):  # what becomes of nnx's objects follows the step's own result
+        if modules.has_split_objects(self._placed.signature.tree):  # their new state follows the step's own result
             self._out_tree = self._out_tree.children()[0]
-        self.out_tree: Any = structure_of_values(self._out_tree)
+        self.out_tree: TreeDef = structure_of_values(self._out_tree)
 
-    def _of_arguments(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _of_arguments(self, values: Sequence[Leaf]) -> tuple[Args, dict[str, PyTree]]:
         """One value for each leaf, as positional and keyword arguments."""
         signature = self._placed.signature
         args, positional = unflattener(signature.tree)(values), len(signature.parameters) - len(signature.keywords)
@@ -36,11 +45,11 @@ class Stage(Generic[P, R]):
         keywords = {signature.parameters[i]: args[i] for i in dynamic if i >= positional}
         return tuple(args[i] for i in dynamic if i < positional), keywords
 
-    def _of_result(self, values: Sequence[Any]) -> Any:
+    def _of_result(self, values: Sequence[Leaf]) -> PyTree:
         return unflattener(self._out_tree)(values[: self._out_tree.num_leaves])
 
     @property
-    def args_info(self) -> Any:
+    def args_info(self) -> PyTree:
         """For each argument its type, and whether it is donated."""
         donated = set(self._program.donated)
         return self._of_arguments(
@@ -48,12 +57,12 @@ class Stage(Generic[P, R]):
         )
 
     @property
-    def in_avals(self) -> Any:
+    def in_avals(self) -> PyTree:
         """The types of the arguments."""
         return self._of_arguments(self._step.jaxpr.in_avals)
 
     @property
-    def in_tree(self) -> Any:
+    def in_tree(self) -> TreeDef:
         """The structure of the pair (positional arguments, keyword arguments)."""
         return jax.tree.structure(self._of_arguments(self._step.jaxpr.in_avals))
 
@@ -63,10 +72,9 @@ class Stage(Generic[P, R]):
         return tuple(sorted(self._program.donated))
 
     @property
-    def out_info(self) -> Any:
+    def out_info(self) -> PyTree:
         """The types of the result."""
-        types = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in self._step.jaxpr.out_avals]
-        return self._of_result(types)
+        return self._of_result(_types(self._step.jaxpr.out_avals))
 
 
 class Traced(Stage[P, R]):
@@ -83,7 +91,7 @@ class Traced(Stage[P, R]):
         return self._step.jaxpr
 
     @property
-    def out_avals(self) -> Any:
+    def out_avals(self) -> PyTree:
         """The types of the result."""
         return self._of_result(self._step.jaxpr.out_avals)
 
@@ -91,11 +99,10 @@ class Traced(Stage[P, R]):
         """What else JAX's own stage has (`effects`, `lojax`), of the step on one device."""
         if name.startswith("_"):
             raise AttributeError(name)
-        types = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in self._step.jaxpr.in_avals]
-        args, kwargs = self._of_arguments(types)
+        args, kwargs = self._of_arguments(_types(self._step.jaxpr.in_avals))
 
-        def plain(*values: Any, **named: Any) -> Any:
-            leaves = jax.tree.leaves((values, [named[key] for key in kwargs]))  # in the order of the call
+        def plain(*args: PyTree, **keywords: PyTree) -> PyTree:
+            leaves = jax.tree.leaves((args, [keywords[key] for key in kwargs]))  # in the order of the call
             return self._of_result(jaxpr_as_fun(self.jaxpr)(*leaves))
 
         return getattr(jax.jit(plain).trace(*args, **kwargs), name)
@@ -115,7 +122,7 @@ class Lowered(Stage[P, R]):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lowered, name)
 
-    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> "Compiled[P, R]":
+    def compile(self, compiler_options: CompilerOptions | None = None) -> "Compiled[P, R]":
         """Return the compiled program, with more of XLA's options than the step has. Nothing is sent."""
         program = self._program.with_options(compiler_options) if compiler_options else self._program
         lowered = program.lower() if compiler_options else self._lowered
@@ -128,9 +135,9 @@ class Compiled(Stage[P, R]):
     It is called like the step, with the process's own part of the batch, by every process.
     """
 
-    def __init__(self, wanted: Program, program: Program, compiled: jax.stages.Compiled, run: Run):
+    def __init__(self, expected: Program, program: Program, compiled: jax.stages.Compiled, run: Run):
         super().__init__(program, run)
-        self._wanted, self._compiled = wanted, compiled
+        self._pinned, self._compiled = Pinned(expected, program), compiled
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._compiled, name)
@@ -142,26 +149,30 @@ class Compiled(Stage[P, R]):
                 f"step {self._program.name!r} is compiled for arrays, and this call is traced (jax.jit, jax.grad, "
                 "jax.vmap, ...): call the step itself there"
             )
-        return self._run(args, kwargs, (self._wanted, self._program))
+        return self._run(args, kwargs, self._pinned)
 
     call = __call__
 
     @property
-    def input_shardings(self) -> Any:
+    def input_shardings(self) -> PyTree:
         """How each argument lies on the devices, as (positional arguments, keyword arguments)."""
         return self._of_arguments(self._program.by_leaf(self._compiled.input_shardings[0]))
 
     @property
-    def input_formats(self) -> Any:
+    def input_formats(self) -> PyTree:
         """How each argument lies on the devices and in their memory."""
         return self._of_arguments(self._program.by_leaf(self._compiled.input_formats[0]))
 
     @property
-    def output_shardings(self) -> Any:
+    def output_shardings(self) -> PyTree:
         """How each part of the result lies on the devices."""
         return self._of_result(self._compiled.output_shardings)
 
     @property
-    def output_formats(self) -> Any:
+    def output_formats(self) -> PyTree:
         """How each part of the result lies on the devices and in their memory."""
         return self._of_result(self._compiled.output_formats)
+
+
+def _types(avals: Sequence[_Array]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]

@@ -29,7 +29,7 @@ def _apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU devices have memories of these names too, which hold nothing apart: here they say that they do."""
     # private: no CPU device has a memory of its own, and no GPU is here
     monkeypatch.setattr("jaxdist.machine.Machine.has_own_memory", True)
-    monkeypatch.setattr("jaxdist.step.program.check_host_memory", lambda mesh: None)  # private: likewise
+    monkeypatch.setattr("jaxdist.compilation.program.check_host_memory", lambda mesh: None)  # private: likewise
 
 
 def loss_fn(p: Any, x: Any) -> Any:

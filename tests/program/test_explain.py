@@ -75,6 +75,13 @@ def test_of_idioms(name: str) -> None:
     compare(case.step, *case.state, batch, devices=devices)
 
 
+def test_a_gradient_of_gathered_rows_is_summed_straight_into_rows() -> None:
+    """Although several operations take the sum."""
+    case = oracle.idiom("infonce", 24)
+    rows = jaxdist.explain(decorated(case.step, 4), *case.state, jax.tree.map(lambda x: x[:24], case.batch(0))).rows
+    assert "reduce-scatter" in {row.what for row in rows}
+
+
 @pytest.mark.parametrize("rows", [8, 5])
 def test_of_operations(rows: int) -> None:
     names = [*operations.OPERATIONS]
@@ -95,6 +102,28 @@ def test_of_traps() -> None:
 
 
 W, X = jnp.arange(8.0), np.random.default_rng(0).normal(size=(64, 8))
+
+
+def test_a_placement_prints() -> None:
+    """As CONTRIBUTING shows it, to see why a value is sent."""
+    step = decorated(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), 4)
+    (propagation,) = step.program(W, X).placed.emitted[1]
+    lines = [line for line in str(propagation).splitlines() if "= dot_general" in line or "= sub" in line]
+    _, gradient, update = lines
+    assert not missing(["float64[8] partial", "split(0)"], gradient)
+    assert not missing(["float64[8] whole", "sub needs all of it; all-reduce of", "64 B"], update)
+
+
+def test_a_mix_of_shards_and_of_the_batch_is_of_the_batch() -> None:
+    """A branch gives either: what is sent is an activation, and is kept for the backward pass."""
+
+    def step(w: Any, x: Any) -> Any:
+        either = jax.lax.cond(x[0, 0] > 0, lambda: x, lambda: w)
+        return jnp.sort(either, axis=0)
+
+    said = jaxdist.explain(decorated(step), jaxdist.shard(jnp.ones((64, 8))), X)
+    sent = [row.what for row in said.rows if row.operation == "sort" and row.what != "repeated"]
+    assert sent == ["all-gather of activations"]
 
 
 SUMMED = jaxdist.per_device(lambda x: jax.lax.psum(x, "data"), P("data"), P())

@@ -173,6 +173,17 @@ def test_bytes_between_hosts() -> None:
     assert hybrid.bytes["parameters"] > flat.bytes["parameters"]
 
 
+def test_a_ring_between_hosts_is_as_fast_as_the_host_with_least_of_it() -> None:
+    """Three groups of two hosts with three devices each: one has two devices on one host, and one on the other."""
+    from jaxdist.machine import KINDS, Machine  # private: in a plan, all other costs hide it
+
+    kind = KINDS["h100"]
+    machine = Machine(kind, hosts=tuple("AAABBB"))
+    assert machine.speed([[0, 2, 4]]) == (kind.network, kind.network_latency)
+    assert machine.speed([[0, 1, 3, 4]]) == (2 * kind.network, kind.network_latency)
+    assert machine.speed([[0, 1, 2], [3, 4, 5]]) == (kind.link, kind.latency)
+
+
 MEGATRON = {"in": 1, "out": 0}
 
 

@@ -3,11 +3,9 @@
 import contextlib
 import functools
 import gc
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +14,26 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from jaxdist.compat import trace_state_clean
+from jaxdist.compilation import finite, modules
+from jaxdist.compilation.calling import Layouts
+from jaxdist.compilation.signature import (
+    NUMBERS,
+    Args,
+    ArgumentLeaves,
+    Avals,
+    Kwargs,
+    Leaf,
+    Match,
+    PyTree,
+    Signature,
+    Static,
+    TreeDef,
+    Type,
+    is_array,
+    match,
+    unflattener,
+    with_constants,
+)
 from jaxdist.ir.trace import inside_step, stepping, trace
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, MODEL, along_data, data_size, in_groups, passes
@@ -25,12 +43,7 @@ from jaxdist.placements.marks import Marks, group, marks
 from jaxdist.placements.owners import way
 from jaxdist.placements.search import search
 from jaxdist.runtime.context import get_context
-from jaxdist.step import finite, modules
-from jaxdist.step.calling import Layouts
-from jaxdist.step.signature import NUMBERS, Signature, Static, is_array, match, unflattener, with_constants
-from jaxdist.text import name_of
-
-_log = logging.getLogger("jaxdist")
+from jaxdist.text import name_of, say_once
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,15 +51,19 @@ class StepJaxpr:
     """A step as a jaxpr, at logical shapes."""
 
     jaxpr: ClosedJaxpr  # its outputs are the leaves of the result; then, if there are findings, one more with them
-    tree: Any  # of the result
-    checked: tuple[str, ...]  # what the findings are about (see `jaxdist.step.finite`)
+    tree: TreeDef  # of the result
+    checked: tuple[str, ...]  # what the findings are about (see `jaxdist.compilation.finite`)
 
-    def returned(self, arguments: Sequence[tuple[Any, list[int], str]], avals: Sequence[Any]) -> list[int]:
-        """The arguments (structure, positions, name) whose structure, shapes and dtypes a part of the result has."""
-        sources, _, alike = match(self.tree, self.jaxpr.out_avals[: self.tree.num_leaves], arguments, avals)
-        like = {i for i in sources if i is not None}
-        like.update(i for group in alike if not like.isdisjoint(group) for i in group)
-        return [k for k, (_, at, _) in enumerate(arguments) if at and at[0] in like]
+    def match(self, arguments: Sequence[ArgumentLeaves], avals: Sequence[Type]) -> Match:
+        """What the result has of these arguments, whose leaves have these types."""
+        return match(self.tree, self.jaxpr.out_avals[: self.tree.num_leaves], arguments, avals)
+
+    def returned(self, arguments: Sequence[ArgumentLeaves], avals: Sequence[Type]) -> list[int]:
+        """The arguments whose structure, shapes and dtypes a part of the result has."""
+        matched = self.match(arguments, avals)
+        returned = {i for i in matched.sources if i is not None}
+        returned.update(i for tied in matched.tied if not returned.isdisjoint(tied) for i in tied)
+        return [k for k, argument in enumerate(arguments) if argument.positions and argument.positions[0] in returned]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +75,7 @@ class TracedStep(StepJaxpr):
     marks: Marks  # of `jaxdist.zero`
     layouts: tuple[Layout | None, ...]  # how the step wants each argument to be kept
     sources: tuple[int | None, ...]  # for each output the argument of its structure, like which it is kept, or None
-    may_take: frozenset[int]  # the arguments of whose structure there are as many results as arguments
+    returned_as_often: frozenset[int]  # the arguments of whose structure there are as many results as arguments
 
 
 @contextlib.contextmanager
@@ -77,73 +94,90 @@ def without_collections() -> Iterator[None]:
 def traced(
     step: StepJaxpr,
     signature: Signature,
-    avals: Sequence[Any],
+    avals: Avals,
     mesh: Mesh,
     machine: Machine,
     level: int | None = None,
     shared: int | None = None,
     layouts: Layouts | None = None,
-    given: Mapping[int, int] | None = None,
+    model_dims: Mapping[int, int] | None = None,
 ) -> TracedStep:
-    """Analyze a step for placement: marks, layouts, and arguments that results match."""
+    """Analyze a step for placement: marks, layouts, and arguments that results match.
+
+    Args:
+      level: of `jaxdist.zero`, in place of the step's own.
+      shared: the number of devices in a row that share sharded state, in place of the step's own; 0 for all.
+      layouts: the dimensions that the model axis cuts, if the user has said so.
+      model_dims: the leaves of the state that come cut by the model axis, and the dimension.
+    """
     closed, tree = step.jaxpr, step.tree
-    dims: dict[tuple[int, ...], int | None] = {}
+    shard_dims: dict[tuple[int, ...], int | None] = {}  # by the shape of a leaf, or of a gradient as large
 
-    def chosen(shape: tuple[int, ...]) -> int | None:
-        if shape not in dims:
+    def shard_dim(shape: tuple[int, ...]) -> int | None:
+        if shape not in shard_dims:
             cut = choose(shape, parts)
-            dims[shape] = cut.dim if cut else None
-        return dims[shape]
+            shard_dims[shape] = cut.dim if cut else None
+        return shard_dims[shape]
 
+    # How many devices share a leaf of the state, and how many groups of so many there are (`zero(within=)`).
     if shared is None:
         shared = group(closed, along_data(mesh, machine.hosts))
     parts = shared or data_size(mesh)
     groups = data_size(mesh) // parts if parts > 1 else 1
-    over = in_groups(mesh, groups)
-    machine, (*before, axis) = machine.over(over), passes(over)
-    infer = Infer(axis, chosen if axis.name == AXIS else lambda shape: None, level, machine, way(closed), before)
+    run_mesh = in_groups(mesh, groups)
+    machine, (*outer_axes, axis) = machine.over(run_mesh), passes(run_mesh)
+    # Only the data axis cuts state into shards; it is the last one that a step is placed over.
+    dim_of = shard_dim if axis.name == AXIS else lambda shape: None
+    infer = Infer(axis, dim_of, level, machine, way(closed), outer_axes)
     block = infer.block(closed)
     block.outermost = True
+    # What the step returns of its state is kept like the argument that it is the next value of.
     batch = set(signature.batch)
-    arguments = [argument for argument in signature.arguments if batch.isdisjoint(argument[1])]
-    sources, may_take, alike = match(tree, closed.out_avals[: tree.num_leaves], arguments, avals)
-    sources += [None] * (len(closed.out_avals) - tree.num_leaves)
-    outer = _cut_by_model(layouts, signature, avals, mesh, infer, closed, sources, given or {})
-    shapes = [how.local(a.shape) for a, how in zip(avals, outer, strict=True)]
-    found = marks(infer, block, level)
-    cuts = found.cuts(shapes, parts)
-    dims.update({shape: cut.dim for shape, cut in zip(shapes, cuts, strict=True) if cut})
-    every = [how.with_cut(cut) for how, cut in zip(outer, cuts, strict=True)]
-    kept = [how if how.cuts else None for how in every]
-    if found.offloaded and machine.has_own_memory:
-        kept = [
-            on_host(how, shape, mesh.size) if i in found.offloaded else how
-            for i, (how, shape) in enumerate(zip(kept, shapes, strict=True))
+    matched = step.match([a for a in signature.arguments if batch.isdisjoint(a.positions)], avals)
+    sources = [*matched.sources, *[None] * (len(closed.out_avals) - tree.num_leaves)]
+    # The model axis cuts first: a shard is of the slice that it leaves.
+    by_model = _cut_by_model(layouts, signature, avals, mesh, infer, closed, sources, model_dims or {})
+    shapes = [layout.local(aval.shape) for aval, layout in zip(avals, by_model, strict=True)]
+    zero_marks = marks(infer, block, level)
+    cuts = zero_marks.cuts(shapes, parts)
+    # What is chosen for a leaf holds for its gradient and updates too, which have its shape.
+    shard_dims.update({shape: cut.dim for shape, cut in zip(shapes, cuts, strict=True) if cut})
+    all_layouts = [layout.with_cut(cut) for layout, cut in zip(by_model, cuts, strict=True)]
+    state_layouts = [layout if layout.cuts else None for layout in all_layouts]
+    if zero_marks.offloaded and machine.has_own_memory:
+        state_layouts = [
+            on_host(layout, shape, mesh.size) if i in zero_marks.offloaded else layout
+            for i, (layout, shape) in enumerate(zip(state_layouts, shapes, strict=True))
         ]
-    for leaves in alike:
-        how = next((kept[i] for i in leaves if kept[i]), None)
-        for i in leaves:
-            kept[i] = how
-    return TracedStep(closed, tree, step.checked, infer, groups, found, tuple(kept), tuple(sources), may_take)
+    # Arguments of one structure are kept alike, so nobody need ask of which of them a result is the next value.
+    for tied in matched.tied:
+        shared_layout = next((state_layouts[i] for i in tied if state_layouts[i]), None)
+        for i in tied:
+            state_layouts[i] = shared_layout
+    return TracedStep(
+        closed, tree, step.checked, infer, groups, zero_marks, tuple(state_layouts), tuple(sources), matched.returned
+    )
 
 
 def jaxpr_of(
-    step: Callable[..., Any], signature: Signature, avals: Sequence[Any], mesh: Mesh, check_finite: bool
+    step: Callable[..., PyTree], signature: Signature, avals: Avals, mesh: Mesh, check_finite: bool
 ) -> StepJaxpr:
     """Trace a step."""
-    trees: list[tuple[Any, tuple[str, ...]]] = []
+    traces: list[tuple[TreeDef, tuple[str, ...]]] = []  # the structure of the result, and what is checked
 
-    def flat(*args: Any) -> list[Any]:
-        with stepping(found := finite.Findings(mesh)):
+    def flat(*args: PyTree) -> list[Leaf]:
+        with stepping(findings := finite.Findings(mesh)):
             result = modules.run(step, args, signature.keywords)
             if check_finite:
-                found.look_at(result, "result")
+                findings.look_at(result, "result")
+        # Constants of the result are no outputs of the jaxpr: they are put back into the structure at each call.
+        # Numbers are constants where some of the arguments' are, in modules of equinox.
         constant = NUMBERS if signature.numbers else ()
         leaves, whole = jax.tree.flatten(result)
         marked = [x if is_array(x) and not isinstance(x, constant) else Static(x) for x in leaves]
         outs = [x for x in marked if not isinstance(x, Static)]
-        trees.append((with_constants(whole, marked), tuple(found.names)))
-        return [*outs, jnp.stack(found.counts, 1)] if found.names else outs
+        traces.append((with_constants(whole, marked), tuple(findings.names)))
+        return [*outs, jnp.stack(findings.counts, 1)] if findings.names else outs
 
     with contextlib.suppress(AttributeError, TypeError):  # errors of JAX then name the step and its arguments
         functools.update_wrapper(flat, step, updated=())
@@ -154,6 +188,7 @@ def jaxpr_of(
         if "mesh context" in str(error) or "context mesh" in str(error):
             error.add_note("a step is traced without the mesh of jax.set_mesh: leave out reshard and out_sharding=")
         raise
+    # Steps that were written for `jax.pmap` divide by the number of devices themselves.
     if mesh.size > 1 and get_context().is_root:
         counts = {mesh.size, len(mesh.local_devices), len({d.process_index for d in mesh.devices.flat})} - {1}
         for line, count in {line: count for count, line in divided if count in counts}.items():
@@ -163,40 +198,37 @@ def jaxpr_of(
                 f"over the number of devices 1/{mesh.size} of it. Write lax.pmean(x, {axis!r}), or divide by "
                 f"lax.axis_size({axis!r})"
             )
-    return StepJaxpr(closed, *trees[-1])
+    return StepJaxpr(closed, *traces[-1])
 
 
 @dataclass(frozen=True)
 class _Argument:
     """The types of an argument's leaves, of which JAX makes the argument: as under `jax.jit` out of tracers alone."""
 
-    tree: Any
-    types: Sequence[Any]
+    tree: TreeDef
+    types: Sequence[Leaf]  # tracers, once JAX has flattened it
     paths: tuple[str, ...]  # in the argument, for JAX's messages
 
 
 jax.tree_util.register_pytree_with_keys(
     _Argument,
     lambda argument: (tuple(zip(argument.paths, argument.types, strict=True)), (argument.tree, argument.paths)),
-    lambda about, tracers: unflattener(about[0])(tuple(tracers)),
+    lambda tree_and_paths, tracers: unflattener(tree_and_paths[0])(tuple(tracers)),
 )
 
 
-def _arguments(signature: Signature, types: Sequence[Any]) -> list[_Argument]:
+def _arguments(signature: Signature, types: Avals) -> list[_Argument]:
     names = signature.names
     return [
-        _Argument(tree, [types[i] for i in at], tuple(names[i].removeprefix(parameter) for i in at))
-        for tree, at, parameter in signature.arguments
-    ]
+        _Argument(
+            argument.structure, [types[i] for i in argument.positions],
+            tuple(names[i].removeprefix(argument.name) for i in argument.positions),
+        )
+        for argument in signature.arguments
+    ]  # fmt: skip
 
 
-@functools.cache
-def say_once(text: str) -> None:
-    """Warn, if it was not said before."""
-    _log.warning("%s", text)
-
-
-def is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_traced(args: Args, kwargs: Kwargs) -> bool:
     """Check whether JAX is tracing a call: under `jax.grad`, `jax.eval_shape`, or inside a step."""
     return inside_step() or (
         not trace_state_clean() and any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
@@ -209,12 +241,12 @@ def is_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _cut_by_model(
     layouts: Layouts | None,
     signature: Signature,
-    avals: Sequence[Any],
+    avals: Avals,
     mesh: Mesh,
     infer: Infer,
     closed: ClosedJaxpr,
     sources: Sequence[int | None],
-    given: Mapping[int, int],
+    model_dims: Mapping[int, int],
 ) -> list[Layout]:
     """Return the layout of each argument of a step along the model axis."""
     parts = mesh.shape.get(MODEL, 1)
@@ -224,7 +256,7 @@ def _cut_by_model(
         infer = infer.over(passes(mesh), 0)
         block = infer.block(closed)
         block.outermost = True
-        dims = search(infer, block, signature.state, sources, signature.names, mesh.size // parts, given)
+        dims = search(infer, block, signature.state, sources, signature.names, mesh.size // parts, model_dims)
     else:
         dims = _named(layouts, signature, avals, parts)
 
@@ -232,9 +264,11 @@ def _cut_by_model(
     return [layout(cuts[i]) if i in cuts else layout() for i in range(len(avals))]
 
 
-def _named(layouts: Layouts, signature: Signature, avals: Sequence[Any], parts: int) -> dict[int, int]:
+def _named(layouts: Layouts, signature: Signature, avals: Avals, parts: int) -> dict[int, int]:
     """The arguments that the user's expressions name, and the dimension."""
-    found, used, lacking = dict[int, int](), set[str](), dict[str, str]()
+    dims = dict[int, int]()
+    used = set[str]()  # expressions
+    lacking = dict[str, str]()  # expressions that name a dimension that the leaf does not have
     for i in signature.state:
         name, shape = signature.names[i], avals[i].shape
         for expression, dim in layouts.items():
@@ -245,14 +279,15 @@ def _named(layouts: Layouts, signature: Signature, avals: Sequence[Any], parts: 
                 break  # an optimizer's statistics of a parameter may have fewer dimensions
             used.add(expression)
             if dim is not None and shape and not jnp.issubdtype(avals[i].dtype, jax.dtypes.extended):
-                found[i] = dim % len(shape)
+                dims[i] = dim % len(shape)
             break
-    if none := [expression for expression in lacking if expression not in used]:
+    if useless := [expression for expression in lacking if expression not in used]:
+        expression = useless[0]
         raise ValueError(
-            f"layouts={{{none[0]!r}: {layouts[none[0]]}}}: {lacking[none[0]]} for the {parts} devices of the axis "
-            f"{MODEL!r} to cut"
+            f"layouts={{{expression!r}: {layouts[expression]}}}: {lacking[expression]} for the {parts} devices of the "
+            f"axis {MODEL!r} to cut"
         )
     if unused := [expression for expression in layouts if expression not in used]:
         names = ", ".join(signature.names[i] for i in signature.state[:8])
         raise ValueError(f"layouts: {unused[0]!r} is found in no leaf of the state; its leaves are {names}")
-    return found
+    return dims

@@ -4,18 +4,18 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from jax.sharding import Mesh
 
+from jaxdist.compilation.signature import Args, Kwargs, Leaf, PyTree, Static
 from jaxdist.mesh import Sizes
-from jaxdist.step.signature import Static
 
 
 class Calling:
     """The signature of one step, and its static arguments."""
 
-    def __init__(self, step: Callable[..., Any], static_argnums: Sequence[int], static_argnames: Sequence[str]):
+    def __init__(self, step: Callable[..., PyTree], static_argnums: Sequence[int], static_argnames: Sequence[str]):
         try:
             self._signature = inspect.signature(step)
         except (TypeError, ValueError):  # of C
@@ -34,7 +34,7 @@ class Calling:
             raise ValueError(f"{kind}_argnames={sorted(unknown)}: the step's parameters are {self._names}")
         return frozenset(self._names[n] for n in argnums).union(argnames)
 
-    def arrange(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    def arrange(self, args: Args, kwargs: Kwargs) -> tuple[Args, tuple[str, ...]]:
         """All arguments of a call in the order of the parameters, constants as `Static`."""
         if self._signature is not None:
             bound = self._signature.bind(*args, **kwargs)
@@ -58,13 +58,13 @@ class Calling:
         return [*names[:places], *keywords]
 
 
-def apply(step: Callable[..., Any], args: Sequence[Any], keywords: Sequence[str]) -> Any:
+def apply(step: Callable[..., PyTree], args: Sequence[PyTree], keywords: Sequence[str]) -> PyTree:
     """Call a step with what `Calling.arrange` returns."""
     places = len(args) - len(keywords)
     return step(*args[:places], **dict(zip(keywords, args[places:], strict=True)))
 
 
-def _static(name: str, value: Any) -> Static:
+def _static(name: str, value: Leaf) -> Static:
     try:
         hash(value)
     except TypeError:
@@ -87,7 +87,7 @@ COMPRESSIONS = {"bf16": "bfloat16", "fp16": "float16"}
 class Settings:
     """A step's options: the arguments of `jaxdist.data_parallel`."""
 
-    step: Callable[..., Any]  # the function
+    step: Callable[..., PyTree]  # the function
     calling: Calling  # how it is called
     batch_argnums: tuple[Batch, ...] | None  # which arguments are the batch, if the user has said so
     donate: bool  # whether state that the step returns is donated
@@ -98,13 +98,13 @@ class Settings:
     layouts: Layouts | None  # along the model axis, if the user has said so
     bucket_bytes: int | None  # of a message of gradients
     compress: Compression | None  # the dtype for sending gradients
-    compiler_options: tuple[tuple[str, Any], ...]  # XLA's, by name
+    compiler_options: tuple[tuple[str, object], ...]  # XLA's, by name
 
-    def said(self) -> list[tuple[str, str]]:
+    def entries(self) -> list[tuple[str, str]]:
         """Return names and values of the options that must agree between ranks."""
-        mesh: Any = self.mesh
+        mesh: object = self.mesh
         if isinstance(mesh, Mesh):
             mesh = dict(mesh.shape), [device.id for device in mesh.devices.flat]
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values: dict[str, object] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values |= {"donate_argnums": sorted(self.donate_argnums), "mesh": mesh}
         return [(f"option {name}", repr(value)) for name, value in values.items() if name not in ("step", "calling")]

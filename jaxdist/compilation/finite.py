@@ -5,7 +5,7 @@ all ranks raise the same error without one more message.
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax.extend.core import get_opaque_trace_state
 from jax.sharding import Mesh
 
 from jaxdist.agreement.description import list_ranks
+from jaxdist.compilation.signature import Leaf, PyTree
 from jaxdist.errors import StepError
 from jaxdist.ir.primitives import count_p
 from jaxdist.ir.primitives import counts as counts_of
@@ -57,9 +58,9 @@ def check_finite(tree: Tree, name: str = "tree") -> Tree:
         ...
       FloatingPointError: step 'step...', call 1: loss is not finite: 1 infinite on every device. ...
     """
-    found: Findings | None = current_step()
-    if found is not None:
-        found.look_at(tree, name)
+    findings: Findings | None = current_step()
+    if findings is not None:
+        findings.look_at(tree, name)
         return tree
     arrays = [(path, getattr(x, "array", x)) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
     for path, x in arrays:
@@ -69,7 +70,8 @@ def check_finite(tree: Tree, name: str = "tree") -> Tree:
         parts = {str(s.index): s.data for s in shards} or {"": x}  # each value once
         counts = np.sum([np.asarray(counts_of(jnp.asarray(part))) for part in parts.values()], 0)
         if counts.any():
-            raise FloatingPointError(f"{name}{jax.tree_util.keystr(path)} is not finite: {_say(counts)}. {_ADVICE}")
+            leaf = name + jax.tree_util.keystr(path)
+            raise FloatingPointError(f"{leaf} is not finite: {_in_words(counts)}. {_ADVICE}")
     return tree
 
 
@@ -79,10 +81,11 @@ class Findings:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.names: list[str] = []
-        self.counts: list[Any] = []  # of each: int32[devices, 2], how many NaN, how many infinite; the same everywhere
+        # For each name int32[devices, 2], how many NaN, how many infinite. All devices have the counts of all.
+        self.counts: list[jax.Array] = []
         self._level = get_opaque_trace_state()
 
-    def look_at(self, tree: Any, name: str) -> None:
+    def look_at(self, tree: PyTree, name: str) -> None:
         """Count the NaN and infinite entries of each floating array."""
         if get_opaque_trace_state() != self._level:
             raise StepError(
@@ -96,37 +99,38 @@ class Findings:
                 self.counts.append(count_p.bind(x, devices=self.mesh.size))
 
 
-def examine(names: Sequence[str], found: jax.Array, mesh: Mesh, prefix: str, kinds: tuple[bool, bool]) -> None:
-    """Look at the counts of a call of a step. Waits for its end."""
-    counts = np.array(found.addressable_data(0))
+def examine(names: Sequence[str], counted: jax.Array, mesh: Mesh, prefix: str, kinds: tuple[bool, bool]) -> None:
+    """Look at the counts of a call of a step, of the kinds (NaN, infinite) that matter. Waits for its end."""
+    counts = np.array(counted.addressable_data(0))  # [devices, names, kinds]
+    # Under jax_debug_nans or jax_debug_infs alone, only the one kind is an error in the result.
     counts[:, [name.startswith("result") for name in names]] *= np.array(kinds)
     if not counts.any():
         return
-    bad = counts.any(axis=(0, 2))
-    first = int(bad.argmax())
-    rows = counts[:, first]
-    at = np.flatnonzero(rows.any(axis=1)).tolist()
-    same = bool((rows == rows[0]).all())
-    more = f" ({int(bad.sum()) - 1} more of what was checked are not finite.)" if bad.sum() > 1 else ""
-    where = "on every device" if same else _devices(mesh, at)
-    what = _say(rows[0] if same else rows.sum(0))
-    raise FloatingPointError(f"{prefix}{names[first]} is not finite: {what} {where}.{more} {_ADVICE}")
+    is_bad = counts.any(axis=(0, 2))
+    first = int(is_bad.argmax())
+    by_device = counts[:, first]
+    devices = np.flatnonzero(by_device.any(axis=1)).tolist()
+    same = bool((by_device == by_device[0]).all())
+    others = f" ({int(is_bad.sum()) - 1} more of what was checked are not finite.)" if is_bad.sum() > 1 else ""
+    where = "on every device" if same else _devices(mesh, devices)
+    what = _in_words(by_device[0] if same else by_device.sum(0))
+    raise FloatingPointError(f"{prefix}{names[first]} is not finite: {what} {where}.{others} {_ADVICE}")
 
 
-def _devices(mesh: Mesh, at: Sequence[int]) -> str:
+def _devices(mesh: Mesh, numbers: Sequence[int]) -> str:
     """Devices by their ranks, if a process has one; they are counted in the order of the passes."""
     devices = mesh.devices.transpose(sorted(range(mesh.devices.ndim), key=lambda k: NAMES.index(mesh.axis_names[k])))
     ranks = [d.process_index for d in devices.flat]
     if len(set(ranks)) == len(ranks):
-        return f"on rank {list_ranks([ranks[i] for i in at])}"
-    alone = len(set(ranks)) == 1
-    return f"on device {list_ranks([str(i) if alone else f'{i} (rank {ranks[i]})' for i in at])}"
+        return f"on rank {list_ranks([ranks[i] for i in numbers])}"
+    one_process = len(set(ranks)) == 1
+    return f"on device {list_ranks([str(i) if one_process else f'{i} (rank {ranks[i]})' for i in numbers])}"
 
 
-def _say(counts: np.ndarray) -> str:
+def _in_words(counts: np.ndarray) -> str:
     return " and ".join(f"{int(n)} {kind}" for n, kind in zip(counts, ("NaN", "infinite"), strict=True) if n)
 
 
-def _is_float(x: Any) -> bool:
+def _is_float(x: Leaf) -> bool:
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)

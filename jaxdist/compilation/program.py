@@ -1,0 +1,251 @@
+"""The programs of one step: traced once for the types of its arguments, placed for how they are kept, compiled."""
+
+import contextlib
+import functools
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import jax
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxdist import compat
+from jaxdist.agreement.calls import Traced
+from jaxdist.communicators import Rules, compiler_options, default_bucket_bytes, lowering
+from jaxdist.compilation.callbacks import Callbacks
+from jaxdist.compilation.calling import COMPRESSIONS, Settings
+from jaxdist.compilation.placed import PlacedStep
+from jaxdist.compilation.signature import Avals, Leaf, PyTree, Signature, picker, unflattener
+from jaxdist.compilation.tracing import StepJaxpr, TracedStep, jaxpr_of, traced
+from jaxdist.ir.fingerprint import dataflow
+from jaxdist.ir.interpreter import Interpreter, contains
+from jaxdist.machine import Machine
+from jaxdist.mesh import AXIS, MODEL, data_size, passes
+from jaxdist.placements.layouts import HOST, Layout, Padded, check_host_memory, layout_of, of_batch, on_host
+
+# Calls after which a program waits for its results on virtual devices. XLA starts programs on the threads that run
+# them. Once 32 (of all programs) are under way on a device, it waits there for one to end, which has no thread to run
+# on where there are as many threads as devices, and after a minute it ends the process.
+_AHEAD = 4
+
+T = TypeVar("T")
+CompilerOptions = Mapping[str, object]  # XLA's, by name
+TraceSettings = tuple[Hashable, tuple[bool, bool] | None]  # of JAX; whether NaN, and whether infinity, is looked for
+
+
+class Program:
+    """The function ``(state leaves, batch leaves) -> step's result, counts`` on global arrays of one type.
+
+    XLA's program takes three lists: the leaves of the state that are donated, its other leaves, and the batch.
+    """
+
+    def __init__(self, placed: PlacedStep, donate: Collection[int], name: str, options: CompilerOptions):
+        self.placed, self.name, self._options = placed, name, options
+        self.donated = [i for i in placed.signature.state if i in donate]  # leaves whose memory it may take
+        not_donated = [i for i in placed.signature.state if i not in donate]
+        self._groups = self.donated, not_donated, placed.signature.batch
+        place_in_state = {i: k for k, i in enumerate(placed.signature.state)}
+        self.pick_donated = picker([place_in_state[i] for i in self.donated])
+        self._pick_others = picker([place_in_state[i] for i in not_donated])
+        self.virtual = placed.mesh.devices.flat[0].platform == "cpu" and len(placed.mesh.local_devices) > 1
+        self._calls, self._callbacks = 0, Callbacks()
+        self._unflatten = unflattener(placed.step.tree)
+        self._padded_results: list[tuple[int, Layout]] = []
+        run = functools.partial(self._run)
+        run.__name__ = name  # type: ignore[attr-defined]
+        self._jitted = jax.jit(
+            run,
+            in_shardings=tuple([placed.physical_types[i].sharding for i in group] for group in self._groups),
+            out_shardings=placed.result_shardings(),
+            donate_argnums=(0,) if self.donated else (),
+            compiler_options={**compiler_options(placed.mesh), **options} or None,
+        )
+
+    @functools.cached_property
+    def traced(self) -> Traced:
+        """The program of a device and the step that it is of, which ranks compare."""
+        program = self.placed.emitted[0]
+        return Traced(program, self.placed.step.jaxpr, dataflow(program))
+
+    def __call__(self, state: Sequence[Leaf], batch: Sequence[Leaf]) -> tuple[PyTree, jax.Array | None]:
+        outs, counts = self._jitted(list(self.pick_donated(state)), list(self._pick_others(state)), batch), None
+        self._callbacks.check(outs)
+        self._calls += 1
+        if self.virtual and self._calls % _AHEAD == 0:
+            jax.block_until_ready(outs)
+        step = self.placed.step
+        if step.checked:
+            *outs, counts = outs
+        for i, layout in self._padded_results:
+            outs[i] = Padded(outs[i], layout)
+        return self._unflatten(outs), counts
+
+    def with_options(self, options: CompilerOptions) -> "Program":
+        """The same with more of the compiler's options."""
+        return Program(self.placed, self.donated, self.name, {**self._options, **options})
+
+    def by_leaf(self, lists: Sequence[Sequence[T]]) -> list[T]:
+        """Return the items of three lists, as the compiled function takes its arguments, in the order of the leaves."""
+        groups = zip(self._groups, lists, strict=True)
+        by_position = {i: x for group, items in groups for i, x in zip(group, items, strict=True)}
+        return [by_position[i] for i in range(len(self.placed.avals))]
+
+    def lower(self) -> jax.stages.Lowered:
+        """Lower it, like ``jax.jit(f).lower``."""
+        placed = self.placed
+        lowered = self._jitted.lower(*([placed.physical_types[i] for i in group] for group in self._groups))
+        # Arguments in the host's memory that do not say so (see `compat.say_on_host`).
+        arguments = [(placed.physical_types[i], placed.layouts[i]) for group in self._groups for i in group]
+        in_host_memory = [
+            k for k, (aval, layout) in enumerate(arguments)
+            if layout and layout.host and aval.sharding.memory_kind != HOST
+        ]  # fmt: skip
+        if in_host_memory:
+            compat.say_on_host(lowered, in_host_memory, HOST)
+        return lowered
+
+    def _run(self, *lists: Sequence[jax.Array]) -> list[jax.Array]:
+        placed, step = self.placed, self.placed.step
+        args = self.by_leaf(lists)
+
+        def results(outs: Sequence[jax.Array]) -> list[jax.Array]:
+            # A counter that came as a Python number goes out as one came in, or the next call would compile anew.
+            weak = [aval.weak_type for aval in step.jaxpr.out_avals]
+            outs = [compat.with_weak_type(x, w) for x, w in zip(outs, weak, strict=True)]
+            host = jax.memory.Space.Host
+            pairs = zip(outs, placed.result_layouts, strict=True)
+            return [jax.device_put(x, host) if layout and layout.host else x for x, layout in pairs]
+
+        closed, placements = placed.emitted
+        if placed.mesh.size == 1:
+            return results(Interpreter({}).run(closed, *args))
+        in_specs, out_specs = placed.specs()
+
+        def local(zero: int | jax.Array, *xs: jax.Array) -> Sequence[jax.Array]:
+            if not any(x.size for x in xs):  # XLA can't divide a program all of whose arguments are empty
+                xs = lax.optimization_barrier((zero, *xs))[1:]
+            return lowering(placed.communicator, placed.run_mesh).run(self._callbacks.guarded(closed), *xs)
+
+        outs = jax.shard_map(
+            local, mesh=placed.run_mesh, in_specs=(P(), *in_specs), out_specs=out_specs, check_vma=False,
+        )(0, *args)  # fmt: skip
+        innermost = passes(placed.run_mesh)[-1]
+        layouts = [
+            kept_like or layout_of(placement, innermost)
+            for kept_like, placement in zip(placed.result_layouts, placements[-1].out_forms, strict=True)
+        ]
+        self._padded_results = [(i, layout) for i, layout in enumerate(layouts) if layout and not layout.is_plain]
+        return results(outs)
+
+
+class Pinned(NamedTuple):
+    """What a call of a compiled step runs: no other program than its own."""
+
+    expected: Program  # the program of the call must be this one
+    program: Program  # runs in its place: it may have more options of the compiler
+
+
+class ProgramCache:
+    """The programs of one step."""
+
+    def __init__(self, settings: Settings, mesh: Mesh, machine: Machine, communicator: str | Rules):
+        self._settings, self._mesh, self._machine = settings, mesh, machine
+        self._communicator = communicator
+        self._jaxprs: dict[Hashable, StepJaxpr] = {}
+        self._traces: dict[Hashable, TracedStep] = {}
+        self._programs: dict[Hashable, Program] = {}
+        self.looked_for: tuple[bool, bool] | None = None  # whether NaN, and whether infinity
+
+    @contextlib.contextmanager
+    def looking_for(self, kinds: tuple[bool, bool]) -> Iterator[None]:
+        """Make the programs of calls in here count NaN, infinity, or both, as JAX's settings ask."""
+        self.looked_for = kinds
+        try:
+            with jax.debug_nans(False), jax.debug_infs(False):
+                yield
+        finally:
+            self.looked_for = None
+
+    def clear(self) -> None:
+        self._jaxprs.clear()
+        self._traces.clear()
+        self._programs.clear()
+
+    def program(self, signature: Signature, types: Avals, current: Mapping[int, Layout]) -> Program:
+        """The program for leaves of these types: state that is in shards stays so, other state as the step wants it.
+
+        `current` has the layout of each leaf of the state that is in shards on the mesh.
+        """
+        trace = self._traced(signature, types, current)
+        layouts: list[Layout | None] = list(trace.layouts)
+        groups = trace.groups
+        for i, layout in current.items():
+            cut, preferred = layout.by(AXIS), layouts[i]
+            groups_of_leaf = data_size(self._mesh) // cut.parts if cut else 1
+            groups = groups_of_leaf if groups == 1 else groups
+            if groups_of_leaf in (1, groups):  # one step has groups of one size
+                layouts[i] = on_host(layout, (), 0) if preferred and preferred.host else layout
+        key = (trace, *layouts)  # `trace` by identity: it is one for its signature, types and settings
+        if key not in self._programs:
+            self._programs[key] = self.make(trace, signature, types, layouts, self._mesh, self._communicator)
+        return self._programs[key]
+
+    def jaxpr(self, signature: Signature, types: Avals, mesh: Mesh | None = None) -> StepJaxpr:
+        """The step for leaves of these types, traced once for all meshes of one size."""
+        settings, mesh = self._settings, mesh or self._mesh
+        call = (signature.tree, signature.keywords, signature.numbers, compat.trace_settings(), self.looked_for)
+        # A step sees whole arrays, whatever the mesh; only the counts of `check_finite` are one for each device.
+        key = (call, mesh.size, *((a.shape, a.dtype, a.weak_type) for a in types))
+        step = self._jaxprs.get(key) or self._jaxprs.get((key, mesh))
+        if step is None:
+            counts_nan = settings.check_finite or self.looked_for is not None
+            step = jaxpr_of(settings.step, signature, types, mesh, counts_nan)
+            # With `per_device` it has code for each device.
+            self._jaxprs[(key, mesh) if contains(step.jaxpr.jaxpr, [compat.shard_map_p]) else key] = step
+        return step
+
+    def _traced(self, signature: Signature, types: Avals, current: Mapping[int, Layout]) -> TracedStep:
+        """Return the step traced for leaves of these types, analyzed."""
+        step = self.jaxpr(signature, types)
+        layouts, key, model_dims = self._settings.layouts, (signature, id(step), False), dict[int, int]()
+        if layouts is None and self._mesh.shape.get(MODEL, 1) > 1:
+            model_dims = {i: cut.dim for i, layout in current.items() if (cut := layout.by(MODEL))}
+        # The cuts of leaves that come cut are not searched for; where nothing comes cut, what was found so serves too.
+        if model_dims and key not in self._traces:
+            key = (signature, id(step), True)
+        if key not in self._traces:
+            trace = traced(step, signature, types, self._mesh, self._machine, layouts=layouts, model_dims=model_dims)
+            if trace.marks.offloaded and self._machine.has_own_memory:
+                check_host_memory(self._mesh)
+            self._traces[key] = trace
+        return self._traces[key]
+
+    def make(
+        self,
+        trace: TracedStep,
+        signature: Signature,
+        avals: Avals,
+        layouts: Sequence[Layout | None],
+        mesh: Mesh,
+        communicator: str | Rules,
+    ) -> Program:
+        """Return the step's program on these devices, with these layouts of the state."""
+        settings = self._settings
+        bucket_bytes = settings.bucket_bytes
+        if bucket_bytes is None:
+            bucket_bytes = default_bucket_bytes(communicator, mesh, trace.infer.machine)
+        compress = COMPRESSIONS[settings.compress] if settings.compress else None
+        leaves = zip(signature.is_batch, avals, layouts, strict=True)
+        layouts = [of_batch(aval.shape, mesh) if is_batch else layout for is_batch, aval, layout in leaves]
+        placed = PlacedStep(trace, signature, avals, layouts, mesh, communicator, bucket_bytes, compress)
+        name, options = getattr(settings.step, "__name__", "step"), dict(settings.compiler_options)
+        return Program(placed, self._donated(trace, signature), name, options)
+
+    def _donated(self, trace: TracedStep, signature: Signature) -> set[int]:
+        """The leaves that the user lets the results take the memory of."""
+        if trace.checked:  # an error of `check_finite` must not cost the state
+            return set()
+        settings = self._settings
+        may = lambda i, name: name in settings.donate_argnums or (settings.donate and i in trace.returned_as_often)
+        return {i for argument in signature.arguments for i in argument.positions if may(i, argument.name)}

@@ -1,0 +1,44 @@
+"""The leaves of a call: their types, and whether they are sharded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxdist.compilation.signature import NUMBERS, Leaf, is_array, is_keys
+from jaxdist.placements.layouts import Padded, physical
+from jaxdist.step import batch
+
+TypeKey = tuple[tuple[int, ...], np.dtype | type, bool, int | None]  # shape, dtype, weak_type, rows of all ranks
+
+
+def type_key(x: Leaf) -> TypeKey:
+    """The properties of a leaf's type that decide which program runs."""
+    total = x.total if isinstance(x, (batch.Part, batch.BatchPart)) else None
+    return np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False), total
+
+
+def spans(x: Leaf) -> bool:
+    """Check whether a leaf is an array on several processes."""
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
+
+
+def abstract(x: Leaf) -> jax.ShapeDtypeStruct:
+    """The type of a leaf as the step sees it; the leaf may be a type itself."""
+    aval = jax.typeof(x.array if type(x) in (Padded, batch.Part) else x)
+    return jax.ShapeDtypeStruct(np.shape(x), aval.dtype, weak_type=aval.weak_type)
+
+
+def on_one_device(x: Leaf) -> Leaf:
+    """Return a leaf as an array on one device; numbers and leaves that are not arrays stay unchanged."""
+    if isinstance(x, NUMBERS) or not is_array(x):
+        return x
+    if is_keys(x):
+        return jax.random.wrap_key_data(on_one_device(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+    return jnp.asarray(np.asarray(x))
+
+
+def sharding_over_any(x: Leaf) -> NamedSharding | None:
+    """Return the sharding of a leaf that is in shards, over any devices; None for other leaves."""
+    current = getattr(physical(x), "sharding", None)
+    return current if isinstance(current, NamedSharding) and not current.is_fully_replicated else None
