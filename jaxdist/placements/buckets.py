@@ -110,13 +110,7 @@ def _scheduled(eqns: Sequence[JaxprEqn], most: int, ahead: int) -> Iterator[tupl
     missing = list(map(len, needs))
     ready = list[int]()
     buckets = _Buckets(eqns, [min(positions, default=len(eqns)) for positions in users], most, ahead)
-
-    def enter(i: int) -> None:
-        if eqns[i].primitive in FUSED:
-            buckets.add(i)
-        else:
-            heapq.heappush(ready, i)
-
+    enter = lambda i: buckets.add(i) if eqns[i].primitive in FUSED else heapq.heappush(ready, i)
     for i in range(len(eqns)):
         if not missing[i]:
             enter(i)

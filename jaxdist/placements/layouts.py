@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxdist.placements.values import REPLICATED, Aval, Placement, Split, is_nar
 
 HOST = "pinned_host"  # JAX's name for host memory that a device accesses directly
 _WORTH_AVOIDING = 0.1  # what a dimension to avoid costs, as a fraction of the leaf that is padding
-_Array = TypeVar("_Array", np.ndarray, jax.Array)
+_Array = np.ndarray | jax.Array
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def staged(closed: ClosedJaxpr, offloaded: Mapping[int, int | None], axes: Seque
     done = {v for eqn in out for v in eqn.outvars}
     for stage, part in zip(stages, parts[1:], strict=True):
         causes = [*updated, *([stage.gradient] if stage.gradient in done else [])]
-        out += _fetching([jaxpr.invars[i] for i in stage.arguments], causes, names, axes)
+        out += _fetch([jaxpr.invars[i] for i in stage.arguments], causes, names, axes)
         out += [eqn.replace(invars=renamed(eqn.invars, names)) for eqn in part]
         done.update(v for eqn in part for v in eqn.outvars)
         results = [jaxpr.outvars[k] for i in stage.arguments if (k := offloaded[i]) is not None]
@@ -121,9 +121,7 @@ def _stages(jaxpr: Jaxpr, offloaded: Mapping[int, int | None], origins: Mapping[
     return stages
 
 
-def _fetching(
-    away: Sequence[Var], causes: Sequence[Var], names: dict[Var, Var], axes: Sequence[Axis]
-) -> list[JaxprEqn]:
+def _fetch(away: Sequence[Var], causes: Sequence[Var], names: dict[Var, Var], axes: Sequence[Axis]) -> list[JaxprEqn]:
     """Return operations that fetch arguments once `causes` are known; add the new names to `names`."""
 
     def fetch(*operands: jax.Array) -> list[jax.Array]:
