@@ -4,11 +4,10 @@ A factor is a loop of the operation: ``bd,dh->bh`` has three, b, d and h. A dime
 (None: it is needed or made at once). Cutting a factor gives each device some of its turns: values with the factor are
 `Split` along it, others whole. A factor without result is reduced over: it gives a `Partial`, or needs an exchange.
 
-Shardy calls this a sharding rule. Two ways to divide a product, `x @ w.T`, over devices::
+Shardy calls this a sharding rule. Two ways to divide ``bd,hd->bh`` over devices::
 
     dot_general  x: f32[8,3]  w: f32[2,3]  ->  f32[8,2]
     operands=((1, 0), (2, 0))  results=((1, 2),)  reduced={0: "sum"}
-
     factor 1, of 2 devices:  f32[4,3]  f32[2,3]  ->  f32[4,2]  some rows of the result: `Split`
     factor 0, of 3 devices:  f32[8,1]  f32[2,1]  ->  f32[8,2]  a summand of all of it: `Partial`
 """

@@ -56,7 +56,8 @@ def search(
         return known[key]
 
     groups = _by_layer(classes.all, block, names)
-    groups = [*sorted(groups[: most // 2], key=value), *groups[most // 2 :]]  # the best alone first
+    # Tries are limited, so the groups that pay off by themselves come first; the others keep their order of size.
+    groups = [*sorted(groups[: most // 2], key=value), *groups[most // 2 :]]
     return layout(descend(frozenset(), groups, _near, value))
 
 
