@@ -26,20 +26,20 @@ from jaxdist.placements.values import REPLICATED, Partial, Placement, Replicated
 
 @special("cond")
 def _cond(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
-    given, out_placements, placed = _branches(ctx, node, ins[1:])
-    return Strategy([REPLICATED, *map(form, given)], out_placements, bound(placed), bodies=placed)
+    in_placements, out_placements, placed = _branches(ctx, node, ins[1:])
+    return Strategy([REPLICATED, *map(form, in_placements)], out_placements, bound(placed), bodies=placed)
 
 
 @special(CHECKPOINT)
 def _checkpoint(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
-    given, out_placements, placed = _branches(ctx, node, ins)
+    in_placements, out_placements, placed = _branches(ctx, node, ins)
 
     def run(device: DeviceContext, node: Node, args: list[Any]) -> Sequence[Any]:
         closed = device.body(placed[0])
         jaxpr = compat.with_constants_as_inputs(closed.jaxpr)
         return device.bind(node, [*closed.consts, *args], {**node.eqn.params, "jaxpr": jaxpr})
 
-    return Strategy([form(p) for p in given], out_placements, run, bodies=placed)
+    return Strategy([form(p) for p in in_placements], out_placements, run, bodies=placed)
 
 
 def _branches(
@@ -47,26 +47,26 @@ def _branches(
 ) -> tuple[Sequence[Placement], list[Placement], Sequence[Propagation]]:
     """Return the placements of inputs, the shared placements of outputs, and the branches."""
     infer, may_stay_partial = ctx.infer, ctx.added_up(node)
-    given: Sequence[Placement] = [p if isinstance(p, Partial) else throughout(p) for p in ins]
+    in_placements: Sequence[Placement] = [p if isinstance(p, Partial) else throughout(p) for p in ins]
     blocks = [infer.block(body.closed, node.backward) for body in bodies(node.eqn)]
 
-    def place(given: Sequence[Placement], wants: Any = None) -> list[Propagation]:
-        return [infer.place(block, given, wants, may_stay_partial) for block in blocks]
+    def place(in_placements: Sequence[Placement], wants: Any = None) -> list[Propagation]:
+        return [infer.place(block, in_placements, wants, may_stay_partial) for block in blocks]
 
-    placed: Sequence[Propagation] = place(given)
-    summed = {i for one in placed for i in one.reduced_inputs}
+    placed: Sequence[Propagation] = place(in_placements)
+    summed = {i for body in placed for i in body.reduced_inputs}
     if summed:  # a summand that one branch adds up, though others may not need to
-        given = [REPLICATED if i in summed else p for i, p in enumerate(given)]
-        placed = place(given)
-    given, placed = sliced(given, placed, place)
+        in_placements = [REPLICATED if i in summed else p for i, p in enumerate(in_placements)]
+        placed = place(in_placements)
+    in_placements, placed = sliced(in_placements, placed, place)
     out_placements: list[Placement] = []
-    for outs in zip(*([one.returned(k) for k in range(len(one.out_placements))] for one in placed), strict=True):
+    for outs in zip(*([body.returned(k) for k in range(len(body.out_placements))] for body in placed), strict=True):
         joined, *others = [resolved(p) for p in outs if not is_zero(p)] or [REPLICATED]
         for p in others:
             joined = join(joined, p)
         joined = inside(joined) if not isinstance(joined, Partial) else joined
         out_placements.append(Replicated() if isinstance(joined, Replicated) else joined)
-    return given, out_placements, place(given, [form(p) for p in out_placements])
+    return in_placements, out_placements, place(in_placements, [form(p) for p in out_placements])
 
 
 # --- code of the user's own for each device
@@ -76,18 +76,20 @@ def _branches(
 def _shard_map(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     """Apply the user's specs; the body is already the program of one device."""
     params, mesh = node.eqn.params, node.eqn.params["mesh"]
-    own = {axis.name: axis.size for axis in ctx.infer.mesh}
-    groups = own.pop(GROUP, 1)
-    own |= {AXIS: groups * own[AXIS]} if AXIS in own else {}
-    if {name: size for name, size in mesh.shape.items() if size > 1} != {k: n for k, n in own.items() if n > 1}:
-        raise refuse(node, f"its mesh is {dict(mesh.shape)}, and the step runs on {own}")
-    if not own.keys() <= (named := params["newly_manual_axes"]):
-        raise refuse(node, f"it names the axes {sorted(named)} of its mesh alone, of {list(own)}")
+    sizes = {axis.name: axis.size for axis in ctx.infer.mesh}
+    groups = sizes.pop(GROUP, 1)
+    sizes |= {AXIS: groups * sizes[AXIS]} if AXIS in sizes else {}
+    if {name: size for name, size in mesh.shape.items() if size > 1} != {k: n for k, n in sizes.items() if n > 1}:
+        raise refuse(node, f"its mesh is {dict(mesh.shape)}, and the step runs on {sizes}")
+    if not sizes.keys() <= (named := params["newly_manual_axes"]):
+        raise refuse(node, f"it names the axes {sorted(named)} of its mesh alone, of {list(sizes)}")
 
     def names(spec: Any) -> Cuts:
-        each = [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in spec]
+        axes_by_dim = [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in spec]
         both = (GROUP, AXIS) if groups > 1 else (AXIS,)
-        return tuple(tuple(one for axis in axes for one in (both if axis == AXIS else (axis,))) for axes in each)
+        return tuple(
+            tuple(name for axis in axes for name in (both if axis == AXIS else (axis,))) for axes in axes_by_dim
+        )
 
     in_forms, out_placements = (tuple(map(names, params[name])) for name in ("in_specs", "out_specs"))
     return _own_code(ctx, node, compat.closed(params["jaxpr"]), in_forms, out_placements)
@@ -122,30 +124,30 @@ def _whole(shape: Sequence[int], cuts: Cuts, axes: Sequence[Axis]) -> tuple[int,
 
 def _own_code(ctx: RuleContext, node: Node, body: ClosedJaxpr, ins: Sequence[Cuts], outs: Sequence[Cuts]) -> Strategy:
     """Run the user's code per device; at the last axis of the mesh the body is inlined."""
-    own, mesh = ctx.infer.axis, ctx.infer.mesh
-    after = mesh[len(ctx.infer.axes) :]
+    placed, mesh = ctx.infer.axis, ctx.infer.mesh
+    inner_axes = mesh[len(ctx.infer.axes) :]
 
     def placement(i: int, cuts: Cuts) -> Placement:
         for d, names in enumerate(cuts):
-            if own.name in names:
-                outer = math.prod(axis.size for axis in after if axis.name in names[: names.index(own.name)])
+            if placed.name in names:
+                outer = math.prod(axis.size for axis in inner_axes if axis.name in names[: names.index(placed.name)])
                 size = ctx.block.avals[i].shape[d] // outer
-                return Split(d, size, size // own.size, outer)
+                return Split(d, size, size // placed.size, outer)
         return REPLICATED
 
     def run(device: DeviceContext, node: Node, args: list[Any]) -> Sequence[Any]:
-        if not after:
+        if not inner_axes:
             return _Untyped([axis.name for axis in mesh]).run(body, *args)
-        return own_code_p.bind(*args, body=body, ins=tuple(ins), outs=tuple(outs), axes=after)
+        return own_code_p.bind(*args, body=body, ins=tuple(ins), outs=tuple(outs), axes=inner_axes)
 
     in_forms, out_placements = (
         [placement(i, cuts) for i, cuts in zip(values, of, strict=True)]
         for values, of in ((node.ins, ins), (node.outs, outs))
     )
-    return Strategy(list(map(form, in_forms)), out_placements, run, sends=[*_sent_by(body, own, mesh)])
+    return Strategy(list(map(form, in_forms)), out_placements, run, sends=[*_sent_by(body, placed, mesh)])
 
 
-def _sent_by(body: ClosedJaxpr, own: Axis, mesh: Sequence[Axis]) -> Iterator[Sends]:
+def _sent_by(body: ClosedJaxpr, placed: Axis, mesh: Sequence[Axis]) -> Iterator[Sends]:
     """Yield what the user's code sends; a message over several axes belongs to the outermost of them."""
     sizes = {axis.name: axis.size for axis in mesh}
     for eqn, within in walk(body):
@@ -154,7 +156,7 @@ def _sent_by(body: ClosedJaxpr, own: Axis, mesh: Sequence[Axis]) -> Iterator[Sen
         names = {
             name for axis in axes_of(eqn) for name in ((GROUP, AXIS) if axis == AXIS else (axis,)) if name in sizes
         }
-        if next((name for name in sizes if name in names), None) == own.name:
+        if next((name for name in sizes if name in names), None) == placed.name:
             devices = max(map(len, groups_of(eqn) or ())) if groups_of(eqn) else math.prod(sizes[n] for n in names)
             times = math.prod(outer.params["length"] for outer, _ in within if outer.primitive.name == "scan")
             kind = kind_of(eqn)

@@ -45,15 +45,17 @@ class Emitter:
         """Return the outputs in their placed forms, given inputs in theirs."""
         for i, value in self.block.known.items():
             self._forms[i][REPLICATED] = value
-        for i, to, x in zip(self.block.inputs, self.placed.in_forms, xs, strict=True):
-            self._forms[i][to] = x
+        for i, target, x in zip(self.block.inputs, self.placed.in_forms, xs, strict=True):
+            self._forms[i][target] = x
         for node, strategy in zip(self.block.nodes, self.placed.strategies, strict=True):
             self._backward = node.backward
             if strategy.make is not None:
                 self._makers[node.outs[0]] = strategy.make, node
                 continue
             with node.named_in_errors():
-                operands = [self.take(i, to or REPLICATED) for i, to in zip(node.ins, strategy.in_forms, strict=True)]
+                operands = [
+                    self.take(i, target or REPLICATED) for i, target in zip(node.ins, strategy.in_forms, strict=True)
+                ]
                 assert strategy.run is not None
                 outs = strategy.run(self, node, operands)
             if node.name in SHAPE_ONLY:
@@ -63,7 +65,7 @@ class Emitter:
                 self._forms[i][REPLICATED if whole else form(placement)] = x
                 if isinstance(placement, Partial) and not isinstance(resolved := self.placed.placements[i], Partial):
                     self.take(i, form(resolved))  # once, before its uses
-        return [self.take(i, to) for i, to in zip(self.block.outputs, self.placed.out_forms, strict=True)]
+        return [self.take(i, target) for i, target in zip(self.block.outputs, self.placed.out_forms, strict=True)]
 
     def bind(self, node: Node, xs: Sequence[Any], params: Mapping[str, Any] | None = None) -> Sequence[Any]:
         """Bind the operation without its shardings, which name other meshes."""
@@ -73,52 +75,52 @@ class Emitter:
 
     # --- forms
 
-    def take(self, i: int, to: Form) -> Any:
+    def take(self, i: int, target: Form) -> Any:
         """Return this device's part of a value in a form; each conversion happens once."""
         forms = self._forms[i]
-        if to in forms:
-            return forms[to]
-        if isinstance(to, Partial):
-            forms[to] = self._counted_once(self.take(i, REPLICATED))
-            return forms[to]
+        if target in forms:
+            return forms[target]
+        if isinstance(target, Partial):
+            forms[target] = self._counted_once(self.take(i, REPLICATED))
+            return forms[target]
         if i in self._makers:
             make, node = self._makers[i]
-            forms[to] = make(self, node, to)
-            return forms[to]
-        key: Any = to
+            forms[target] = make(self, node, target)
+            return forms[target]
+        key: Any = target
         placement = self.placed.placements[i]
         if (
             isinstance(placement, Split)
             and placement.of_state
-            and isinstance(to, Replicated)
+            and isinstance(target, Replicated)
             and REPLICATED not in forms
         ):
             # Gathered for the forward pass and again for the backward pass; not kept in between.
-            key = to, self._backward
+            key = target, self._backward
             if key in forms:
                 return forms[key]
             if (node := self._formed.get(i)) and key in self._forms[node.ins[0]]:
                 forms[key] = self.bind(node, [self._forms[node.ins[0]][key]])[0]
                 return forms[key]
-        forms[key] = out = self._convert(i, to, forms)
+        forms[key] = out = self._convert(i, target, forms)
         return out
 
-    def _convert(self, i: int, to: Form, forms: dict[Any, Any]) -> Any:
+    def _convert(self, i: int, target: Form, forms: dict[Any, Any]) -> Any:
         aval = self.block.avals[i]
         summand = next((f for f in forms if isinstance(f, Partial)), None)
-        if isinstance(to, Split):
+        if isinstance(target, Split):
             if REPLICATED in forms:
-                return self.cut(forms[REPLICATED], to)
-            own = summand or next(f for f in forms if isinstance(f, Split))
-            if self.infer.slices(own, to, aval):
-                if isinstance(own, Partial):
-                    return self._scatter(i, forms[own], own, to)
-                return self._exchange(forms[own], own, to)
-            return self.cut(self.take(i, REPLICATED), to)
+                return self.cut(forms[REPLICATED], target)
+            source = summand or next(f for f in forms if isinstance(f, Split))
+            if self.infer.slices(source, target, aval):
+                if isinstance(source, Partial):
+                    return self._scatter(i, forms[source], source, target)
+                return self._exchange(forms[source], source, target)
+            return self.cut(self.take(i, REPLICATED), target)
         if summand is not None:
             return self._reduce(i, forms[summand], summand)
-        own = next(f for f in forms if isinstance(f, Split))
-        return self._gather(forms[own], own, aval, self._turned(i))
+        source = next(f for f in forms if isinstance(f, Split))
+        return self._gather(forms[source], source, aval, self._turned(i))
 
     def _wire(self, i: int, dtype: Any) -> str | None:
         """Return the dtype in which to send a summand, if it is a compressible gradient."""
@@ -131,18 +133,18 @@ class Emitter:
         aval = self.block.avals[i]
         if not aval.size:
             return jnp.zeros(aval.shape, aval.dtype)
-        axes = tuple(one.name for one in self.infer.axes if one.name in (*summand.unreduced_axes, self.axis))
+        axes = tuple(axis.name for axis in self.infer.axes if axis.name in (*summand.unreduced_axes, self.axis))
         x, back = _summed(jnp.asarray(x), summand, aval.dtype)
         return back(all_reduce_p.bind(x, axes=axes, wire=self._wire(i, aval.dtype)))
 
-    def _scatter(self, i: int, x: Any, summand: Partial, to: Split) -> Any:
+    def _scatter(self, i: int, x: Any, summand: Partial, target: Split) -> Any:
         """Reduce a summand into slices; sums over other axes are then added up as slices."""
         aval = self.block.avals[i]
         wire = self._wire(i, aval.dtype)
         if not aval.size:
-            return jnp.zeros(to.shape(aval.shape), aval.dtype)
+            return jnp.zeros(target.shape(aval.shape), aval.dtype)
         x, back = _summed(jnp.asarray(x), summand, aval.dtype)
-        part = reduce_shard_p.bind(x, axes=(self.axis,), wire=wire, dim=to.dim, devices=self.n)
+        part = reduce_shard_p.bind(x, axes=(self.axis,), wire=wire, dim=target.dim, devices=self.n)
         if summand.unreduced_axes:
             part = all_reduce_p.bind(part, axes=summand.unreduced_axes, wire=wire)
         return back(part)
@@ -155,28 +157,28 @@ class Emitter:
         user = self.block.nodes[users[0]] if len(users) == 1 and self.block.uses[i] == 1 else None
         return user.eqn.params["permutation"] if user is not None and user.name == "transpose" else ()
 
-    def _gather(self, x: Any, own: Split, aval: Any, turned: Sequence[int] = ()) -> Any:
+    def _gather(self, x: Any, split: Split, aval: Any, turned: Sequence[int] = ()) -> Any:
         if not aval.size:
             return jnp.zeros(aval.shape, aval.dtype)
         raw, back = _raw(x)
-        if turned and own.outer == 1 and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-            whole = self.gather(raw.transpose(turned), turned.index(own.dim), own.size)
+        if turned and split.outer == 1 and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+            whole = self.gather(raw.transpose(turned), turned.index(split.dim), split.size)
             return back(whole.transpose(np.argsort(turned)))
-        d = own.dim
-        raw = raw.reshape(*raw.shape[:d], own.outer, own.chunk, *raw.shape[d + 1 :]) if own.outer > 1 else raw
-        at = d + (own.outer > 1)
-        whole = self.gather(raw, at, own.size)
-        if own.outer > 1:
-            whole = whole.reshape(*whole.shape[:d], own.outer * own.size, *whole.shape[d + 2 :])
+        d = split.dim
+        raw = raw.reshape(*raw.shape[:d], split.outer, split.chunk, *raw.shape[d + 1 :]) if split.outer > 1 else raw
+        dim = d + (split.outer > 1)
+        whole = self.gather(raw, dim, split.size)
+        if split.outer > 1:
+            whole = whole.reshape(*whole.shape[:d], split.outer * split.size, *whole.shape[d + 2 :])
         return back(whole)
 
     def gather(self, x: Any, dim: int, size: int) -> Any:
         """Gather the slices of all devices along a dimension."""
         return gather_shards_p.bind(x, axes=(self.axis,), dim=dim, size=size, devices=self.n)
 
-    def _exchange(self, x: Any, own: Split, to: Split) -> Any:
+    def _exchange(self, x: Any, source: Split, target: Split) -> Any:
         raw, back = exchange.bits(x)
-        return back(lax.all_to_all(raw, self.axis, split_axis=to.dim, concat_axis=own.dim, tiled=True))
+        return back(lax.all_to_all(raw, self.axis, split_axis=target.dim, concat_axis=source.dim, tiled=True))
 
     def _counted_once(self, x: Any) -> Any:
         """Turn a whole value (zero, if owed over other axes too) into summands: the first device has the value."""
@@ -193,16 +195,16 @@ class Emitter:
     def positions(self, split: Split) -> Any:
         """Return each entry's position in the whole dimension; for padding, the one it copies."""
         row = lax.iota(np.int32, split.rows)
-        at = self.index * split.chunk + (row if split.outer == 1 else row % split.chunk)
+        position = self.index * split.chunk + (row if split.outer == 1 else row % split.chunk)
         if split.is_padded(self.n):
-            at = jnp.minimum(at, split.size - 1)
-        return at if split.outer == 1 else at + row // split.chunk * split.size
+            position = jnp.minimum(position, split.size - 1)
+        return position if split.outer == 1 else position + row // split.chunk * split.size
 
     def real(self, split: Split, rank: int) -> Any:
         """Return a mask of entries that are not padding, broadcastable to `rank` dimensions."""
         row = lax.iota(np.int32, split.rows)
-        at = self.index * split.chunk + (row if split.outer == 1 else row % split.chunk)
-        return (at < split.size).reshape([-1 if d == split.dim else 1 for d in range(rank)])
+        position = self.index * split.chunk + (row if split.outer == 1 else row % split.chunk)
+        return (position < split.size).reshape([-1 if d == split.dim else 1 for d in range(rank)])
 
     def masked(self, x: Any, split: Split, identity: Any) -> Any:
         """Replace the padding of a slice by `identity`."""
@@ -217,13 +219,13 @@ class Emitter:
             return back(jnp.zeros(split.shape(raw.shape), raw.dtype))
         shape = raw.shape
         blocks = raw.reshape(*shape[:d], split.outer, split.size, *shape[d + 1 :]) if split.outer > 1 else raw
-        at = d + (split.outer > 1)
+        dim = d + (split.outer > 1)
         missing = split.chunk * self.n - split.size
         if missing > 0:
-            last = lax.slice_in_dim(blocks, split.size - 1, split.size, axis=at)
-            filler = jnp.broadcast_to(last, (*blocks.shape[:at], missing, *blocks.shape[at + 1 :]))
-            blocks = lax.concatenate([blocks, filler], at)
-        out = lax.dynamic_slice_in_dim(blocks, self.index * split.chunk, split.chunk, at)
+            last = lax.slice_in_dim(blocks, split.size - 1, split.size, axis=dim)
+            filler = jnp.broadcast_to(last, (*blocks.shape[:dim], missing, *blocks.shape[dim + 1 :]))
+            blocks = lax.concatenate([blocks, filler], dim)
+        out = lax.dynamic_slice_in_dim(blocks, self.index * split.chunk, split.chunk, dim)
         return back(out.reshape(*shape[:d], split.rows, *shape[d + 1 :]))
 
     # --- across devices
@@ -243,8 +245,8 @@ class Emitter:
         """Send the first device's value to every device."""
         raw, back = _raw(x)
         bits, whole = exchange.unsigned(raw)
-        mine = jnp.where(self.index == 0, bits, jnp.zeros_like(bits))
-        return back(whole(all_reduce_p.bind(mine, axes=(self.axis,), wire=None)))
+        contribution = jnp.where(self.index == 0, bits, jnp.zeros_like(bits))
+        return back(whole(all_reduce_p.bind(contribution, axes=(self.axis,), wire=None)))
 
     # --- bodies
 
@@ -273,12 +275,12 @@ _JOINS = {"max": lax.max, "min": lax.min, "and": lax.bitwise_and, "or": lax.bitw
 
 def local_types(placed: Propagation) -> list[Any]:
     """Return the types that one device holds for a block's inputs."""
-    found: list[Any] = []
-    for aval, to in zip((placed.block.avals[i] for i in placed.block.inputs), placed.in_forms, strict=True):
-        dtype = wide(aval.dtype) if isinstance(to, Partial) else aval.dtype
+    types: list[Any] = []
+    for aval, form_ in zip((placed.block.avals[i] for i in placed.block.inputs), placed.in_forms, strict=True):
+        dtype = wide(aval.dtype) if isinstance(form_, Partial) else aval.dtype
         weak = aval.weak_type and dtype == aval.dtype
-        found.append(jax.ShapeDtypeStruct(local_shape(aval.shape, to), dtype, weak_type=weak))
-    return found
+        types.append(jax.ShapeDtypeStruct(local_shape(aval.shape, form_), dtype, weak_type=weak))
+    return types
 
 
 def _summed(x: Any, summand: Partial, dtype: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -303,12 +305,14 @@ def _raw(x: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 def compressible(placed: Propagation, sources: Sequence[int | None]) -> dict[int, frozenset[int]]:
     """Return the values of each placed block (by its id) that may be sent compressed."""
-    found: dict[int, frozenset[int]] = {}
-    _walk(placed, [source is not None for source in sources], found)
-    return found
+    compressible_values: dict[int, frozenset[int]] = {}
+    _walk(placed, [source is not None for source in sources], compressible_values)
+    return compressible_values
 
 
-def _walk(placed: Propagation, ends: Sequence[bool], found: dict[int, frozenset[int]]) -> list[tuple[bool, bool]]:
+def _walk(
+    placed: Propagation, ends: Sequence[bool], compressible_values: dict[int, frozenset[int]]
+) -> list[tuple[bool, bool]]:
     """Return for each input: does it lead to a next state, does a batch value depend on it."""
     block = placed.block
     leads, follows = [False] * len(block.avals), [False] * len(block.avals)
@@ -316,12 +320,12 @@ def _walk(placed: Propagation, ends: Sequence[bool], found: dict[int, frozenset[
         leads[i] |= ends_well
     for node, strategy in zip(reversed(block.nodes), reversed(placed.strategies), strict=True):
         lead = any(leads[o] for o in node.outs)
-        given = zip(node.outs, strategy.out_placements, strict=True)
-        batch = any(follows[o] or (isinstance(p, Split) and not p.of_state) for o, p in given)
+        results = zip(node.outs, strategy.out_placements, strict=True)
+        batch = any(follows[o] or (isinstance(p, Split) and not p.of_state) for o, p in results)
         for body in strategy.bodies:
             count = len(body.block.outputs)  # a loop's condition makes none of the results
             ends = [leads[o] and not follows[o] for o in node.outs] if count == len(node.outs) else [False] * count
-            inner = _walk(body, ends, found)
+            inner = _walk(body, ends, compressible_values)
             batch = batch or any(b for (_, b), p in zip(inner, body.in_forms, strict=True) if not isinstance(p, Split))
         for i in node.ins:
             leads[i] |= lead
@@ -333,5 +337,5 @@ def _walk(placed: Propagation, ends: Sequence[bool], found: dict[int, frozenset[
         if isinstance(p, Partial) and p.gradient and leads[o] and not follows[o]
         and block.avals[o].ndim and jnp.issubdtype(block.avals[o].dtype, jnp.floating)
     )  # fmt: skip
-    found[id(placed)] = good & found.get(id(placed), good)
+    compressible_values[id(placed)] = good & compressible_values.get(id(placed), good)
     return [(leads[i], follows[i]) for i in block.inputs]

@@ -32,18 +32,18 @@ class Infer:
         level: int | None = None,
         machine: Machine = VIRTUAL,
         split: str | None = None,
-        before: Sequence[Axis] = (),
-        after: Sequence[Axis] = (),
+        outer_axes: Sequence[Axis] = (),
+        inner_axes: Sequence[Axis] = (),
     ):
         self.axis, self.devices, self.split = axis, axis.size, split
         # Activations follow from sliced parameters: their products are not work on whole matrices.
         self._may_own = axis.name != MODEL or split == "owners"
-        self.axes, self.mesh = (*before, axis), (*before, axis, *after)
-        self.choose = choose if not after else lambda shape: None
+        self.axes, self.mesh = (*outer_axes, axis), (*outer_axes, axis, *inner_axes)
+        self.choose = choose if not inner_axes else lambda shape: None
         self._choose, self._level, self.machine, self.link = choose, level, machine, machine.link(axis)
         self._blocks: dict[tuple[int, bool], tuple[Any, Block]] = {}
         self._placed: dict[Any, Propagation] = {}
-        self._wanted: dict[Block, dict[int, int]] = {}
+        self._marked: dict[Block, dict[int, int]] = {}
 
     def over(self, mesh: Sequence[Axis], k: int) -> "Infer":
         """Return an `Infer` over axis `k` of a mesh; `jaxdist.zero` slices along the last axis."""
@@ -72,10 +72,10 @@ class Infer:
             self._placed[key] = placed
         if wants is None:
             return self._placed[key]
-        wanted = (*key, tuple(wants))
-        if wanted not in self._placed:
-            self._placed[wanted] = self._placed[key].returning(self, wants)
-        return self._placed[wanted]
+        returning_key = (*key, tuple(wants))
+        if returning_key not in self._placed:
+            self._placed[returning_key] = self._placed[key].returning(self, wants)
+        return self._placed[returning_key]
 
     def forget(self, block: Block) -> None:
         """Drop the memorized placements of a block, but not those that its bodies have."""
@@ -83,14 +83,14 @@ class Infer:
 
     def marked(self, block: Block) -> dict[int, int]:
         """Map each value that leads to a mark of `jaxdist.zero` to the dimension to split."""
-        if block not in self._wanted:
-            self._wanted[block] = marked(self, block)
-        return self._wanted[block]
+        if block not in self._marked:
+            self._marked[block] = marked(self, block)
+        return self._marked[block]
 
     def level(self, node: Node) -> int:
         """Return the level of a mark; 0 disables it."""
-        own, role = node.eqn.params["level"], node.eqn.params["role"]
-        return own if self._level is None or role == "requested" else self._level
+        level_of_mark, role = node.eqn.params["level"], node.eqn.params["role"]
+        return level_of_mark if self._level is None or role == "requested" else self._level
 
     def shard(self, dim: int, size: int) -> Split:
         """Return the slices of a marked value along a dimension."""
@@ -98,42 +98,42 @@ class Infer:
 
     # --- the cost of changing a form
 
-    def reshard(self, placement: Placement, to: Form, aval: Any) -> str:
+    def reshard(self, placement: Placement, target: Form, aval: Any) -> str:
         """Return the collective that brings a value into a form, or "" if none is needed."""
         if isinstance(placement, Partial):
-            if isinstance(to, Partial):
-                return "" if to.unreduced_axes == placement.unreduced_axes else "all-reduce"
-            scattered = isinstance(to, Split) and self.slices(placement, to, aval)
+            if isinstance(target, Partial):
+                return "" if target.unreduced_axes == placement.unreduced_axes else "all-reduce"
+            scattered = isinstance(target, Split) and self.slices(placement, target, aval)
             return "reduce-scatter" if scattered else "all-reduce"
-        if isinstance(placement, Split) and not placement.whole and form(placement) != to:
-            if isinstance(to, Split) and self.slices(placement, to, aval):
+        if isinstance(placement, Split) and not placement.whole and form(placement) != target:
+            if isinstance(target, Split) and self.slices(placement, target, aval):
                 return "all-to-all"
             return "all-gather"
         return ""
 
-    def sent(self, placement: Placement, to: Form, aval: Any) -> float:
+    def sent(self, placement: Placement, target: Form, aval: Any) -> float:
         """Return the bytes that a device sends to bring a value into a form."""
-        kind = self.reshard(placement, to, aval)
+        kind = self.reshard(placement, target, aval)
         return self.link.sent(kind, nbytes(aval)) if kind else 0
 
-    def bytes_sent(self, placement: Placement, to: Form, aval: Any) -> int:
+    def bytes_sent(self, placement: Placement, target: Form, aval: Any) -> int:
         """Return the bytes of a whole value as it is resharded: with padding, in the type in which it is added."""
-        split = placement if isinstance(placement, Split) else to
+        split = placement if isinstance(placement, Split) else target
         shape = list(aval.shape)
-        if isinstance(split, Split) and self.reshard(placement, to, aval) != "all-reduce":
+        if isinstance(split, Split) and self.reshard(placement, target, aval) != "all-reduce":
             shape[split.dim] = split.rows * self.devices
         adds = isinstance(placement, Partial) and not placement.bits
         return math.prod(shape) * itemsize(wide(aval.dtype) if adds else aval.dtype)
 
-    def slices(self, own: Split | Partial, to: Split, aval: Any) -> bool:
+    def slices(self, source: Split | Partial, target: Split, aval: Any) -> bool:
         """Check whether one collective makes the slices: a reduce-scatter, or an all-to-all from another dimension."""
         n = self.devices
-        if isinstance(own, Partial):
-            return to.is_tile(n)
+        if isinstance(source, Partial):
+            return target.is_tile(n)
         return (
-            own.dim != to.dim
-            and own.outer == to.outer == 1
-            and not own.is_padded(n)
-            and not to.is_padded(n)
+            source.dim != target.dim
+            and source.outer == target.outer == 1
+            and not source.is_padded(n)
+            and not target.is_padded(n)
             and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
         )

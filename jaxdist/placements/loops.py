@@ -292,21 +292,21 @@ def _batched_while(
     infer, avals = ctx.infer, [ctx.block.avals[o] for o in node.outs]
     rank = len(cond.avals[cond.outputs[0]].shape)
 
-    def place(to: Placement, first: Sequence[Placement], rest: Sequence[Placement]) -> Strategy:
-        carry = [form(to)] * len(avals)
-        placed = infer.place(cond, [*first, *carry], carry[:1]), infer.place(body, [*rest, *carry], carry)
-        in_forms = [*map(form, (*first, *rest)), *carry]
-        return Strategy(in_forms, [to] * len(avals), bound(placed), bodies=placed)
+    def place(target: Placement, first: Sequence[Placement], body_consts: Sequence[Placement]) -> Strategy:
+        carry = [form(target)] * len(avals)
+        placed = infer.place(cond, [*first, *carry], carry[:1]), infer.place(body, [*body_consts, *carry], carry)
+        in_forms = [*map(form, (*first, *body_consts)), *carry]
+        return Strategy(in_forms, [target] * len(avals), bound(placed), bodies=placed)
 
     split = next((p for p in (*cond_consts, *consts, *ins) if isinstance(p, Split) and p.dim < rank), None)
     if split is not None and all(a.shape[split.dim] == split.outer * split.size for a in avals):
-        own = place(replace(split, whole=False), cond_consts, consts)
-        if all(_is_local(infer, one) for one in own.bodies):
-            return own
+        of_slices = place(replace(split, whole=False), cond_consts, consts)
+        if all(_is_local(infer, body_placed) for body_placed in of_slices.bodies):
+            return of_slices
     return place(REPLICATED, [REPLICATED] * len(cond_consts), [REPLICATED] * len(consts))
 
 
 def _is_local(infer: Inference, placed: Propagation) -> bool:
     """Check whether a device runs a block without communication."""
     outs = zip(placed.block.outputs, placed.out_placements, placed.out_forms, strict=True)
-    return not placed.communicates and not any(infer.reshard(p, to, placed.block.avals[i]) for i, p, to in outs)
+    return not placed.communicates and not any(infer.reshard(p, target, placed.block.avals[i]) for i, p, target in outs)

@@ -44,13 +44,13 @@ def best(
 
     switches = [On({k}) for k in range(len(groups))]
     start = min(On(), On().union(*switches), key=value)
-    return known[descend(start, switches, lambda on, one: [on ^ one], value)][1]
+    return known[descend(start, switches, lambda on, group: [on ^ group], value)][1]
 
 
 def _together(chosen: Sequence[Choice]) -> Choice:
     return Choice(
-        {node: name for one in chosen for node, name in one.names.items()},
-        {i: to for one in chosen for i, to in one.slices.items()},
+        {node: name for choice in chosen for node, name in choice.names.items()},
+        {i: split for choice in chosen for i, split in choice.slices.items()},
     )
 
 
@@ -64,10 +64,10 @@ def _cost(infer: Inference, placed: Propagation) -> float:
 
 def _messages(placed: Propagation) -> Counter[tuple[str, int]]:
     """Count the messages by kind and bytes."""
-    found = Counter[tuple[str, int]]()
+    counts = Counter[tuple[str, int]]()
     for message, times in placed.sent():
-        found[message.kind, message.bytes] += times
-    return found
+        counts[message.kind, message.bytes] += times
+    return counts
 
 
 def _groups(infer: Inference, default: Propagation) -> list[Choice]:

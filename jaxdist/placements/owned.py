@@ -38,24 +38,26 @@ def _owners(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
         dim = infer.choose(avals[i].shape)
         return REPLICATED if dim is None else infer.shard(dim, avals[i].shape[dim])
 
-    def taken(i: int, p: Placement) -> Form:
+    def arriving_form(i: int, p: Placement) -> Form:
         if not isinstance(p, Split) or p.whole:
             return REPLICATED
         return form(p if p.is_tile(ctx.n) else sliced(i))
 
-    in_forms = [taken(i, p) for i, p in zip(node.ins, ins, strict=True)]
+    in_forms = [arriving_form(i, p) for i, p in zip(node.ins, ins, strict=True)]
     out_placements: list[Placement] = [sliced(o) for o in node.outs]
     by_owner: dict[int, list[Work]] = {}
     for work in node.works:
         by_owner.setdefault(work.owner or 0, []).append(work)
     busiest = max(by_owner.values(), key=lambda works: sum(work.seconds for work in works))
-    arriving = {i: to for i, to in zip(node.ins, in_forms, strict=True) if isinstance(to, Split)}
+    arriving = {i: target for i, target in zip(node.ins, in_forms, strict=True) if isinstance(target, Split)}
     leaving = dict(zip(node.outs, out_placements, strict=True))
     sent = {k: list(dict.fromkeys(i for work in works for i in work.component.ins if i in arriving))
            for k, works in by_owner.items()}  # fmt: skip
     returned = {k: [o for work in works for o in work.component.outs] for k, works in by_owner.items()}
-    there = _Parcels(sent, {i: (to.shape(avals[i].shape), avals[i].dtype) for i, to in arriving.items()})
-    back = _Parcels(returned, {o: (local_shape(avals[o].shape, to), avals[o].dtype) for o, to in leaving.items()})
+    there = _Parcels(sent, {i: (target.shape(avals[i].shape), avals[i].dtype) for i, target in arriving.items()})
+    back = _Parcels(
+        returned, {o: (local_shape(avals[o].shape, target), avals[o].dtype) for o, target in leaving.items()}
+    )
     sends = [Sends("all-to-all", size * ctx.n**2, of_state=True) for size in (*there.row_bytes(), *back.row_bytes())]
     owners = _Run(by_owner, arriving, leaving, there, back, ctx.n)
     return Strategy(in_forms, out_placements, owners, bodies=[work.placed for work in busiest], sends=sends)
@@ -83,25 +85,25 @@ class _Run:
             for work in self.works.get(owner, ()):
                 results = Emitter(device.infer, work.placed).run([values[i] for i in work.component.ins])
                 for o, x in zip(work.component.outs, results, strict=True):
-                    to = self.leaving[o]
-                    whole = not isinstance(to, Split)
-                    rows[o] = jnp.stack([x] * self.parts) if whole else slices(x, to.dim, self.parts)
+                    target = self.leaving[o]
+                    whole = not isinstance(target, Split)
+                    rows[o] = jnp.stack([x] * self.parts) if whole else slices(x, target.dim, self.parts)
             return back.closed(owner, rows, self.parts)
 
         owners = sorted(self.works)
         others = [-1] if len(owners) < self.parts else []  # they own nothing, and return zeros
         branches = [functools.partial(run_works, k) for k in (*owners, *others)]
         turn = [owners.index(k) if k in self.works else len(owners) for k in range(self.parts)]
-        mine = [there.closed(k, {i: held[i][None] for i in self.arriving}, 1) for k in range(self.parts)]
-        sent = {key: jnp.concatenate([row[key] for row in mine]) for key in there.widths}
+        parcels = [there.closed(k, {i: held[i][None] for i in self.arriving}, 1) for k in range(self.parts)]
+        sent = {key: jnp.concatenate([row[key] for row in parcels]) for key in there.widths}
         trade = lambda x: lax.all_to_all(x, device.axis, split_axis=0, concat_axis=0, tiled=True)
         arrived = jax.tree.map(trade, sent)
         returned = jax.tree.map(trade, lax.switch(jnp.asarray(turn)[device.index], branches, arrived))
-        found: dict[int, Any] = {}
+        results_by_value: dict[int, Any] = {}
         for k in owners:
             row = {key: lax.slice_in_dim(x, k, k + 1) for key, x in returned.items()}
-            found.update((o, parts[0]) for o, parts in back.opened(k, row))
-        return [found[o] for o in node.outs]
+            results_by_value.update((o, parts[0]) for o, parts in back.opened(k, row))
+        return [results_by_value[o] for o in node.outs]
 
 
 Parcels = dict[str, Any]  # arrays with one row per device, by dtype on the wire

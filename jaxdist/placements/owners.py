@@ -61,67 +61,69 @@ def check_split(split: Any) -> None:
 
 def way(closed: ClosedJaxpr) -> Way:
     """Return the way that the marks of a step ask for."""
-    found = asked(closed, "split") - {None}
-    if len(found) > 1:
+    ways = asked(closed, "split") - {None}
+    if len(ways) > 1:
         raise ValueError(
             "the step has an update with split='slices' and one with split='owners': give each jaxdist.zero in it the "
             "same `split`, or none"
         )
-    return found.pop() if found else None
+    return ways.pop() if ways else None
 
 
 def with_owners(infer: Inference, placed: Propagation) -> Block | None:
     """Return a block with owners for whole-matrix work, or None if that does not pay."""
     moved = bytes_moved(placed)
-    found = components(infer, placed, moved)
+    parts = components(infer, placed, moved)
     inner = max((body.matrices for strategy in placed.strategies for body in strategy.bodies), default=0)
-    placed.matrices = max(len(found), inner)
-    if not found or infer.split == "slices":
+    placed.matrices = max(len(parts), inner)
+    if not parts or infer.split == "slices":
         return None
     on_slices, always = _costs(infer, placed, moved)
     works: list[list[Work]] = []
-    for stage in sorted({c.stage for c in found}):
-        works += _chosen(infer, placed, on_slices, always, [c for c in found if c.stage == stage])
+    for stage in sorted({c.stage for c in parts}):
+        works += _chosen(infer, placed, on_slices, always, [c for c in parts if c.stage == stage])
     return _rewritten(placed.block, works) if works else None
 
 
 def _chosen(
-    infer: Inference, placed: Propagation, on_slices: dict[int, float], always: set[int], found: Sequence[Component]
+    infer: Inference, placed: Propagation, on_slices: dict[int, float], always: set[int], parts: Sequence[Component]
 ) -> list[list[Work]]:
     """Choose which components of one stage get owners, in groups that become one operation each."""
     n, link = infer.devices, infer.link
-    whole = [_on_one(infer, placed, component) for component in found]
-    total = sum(one.seconds for one in whole)
+    works = [_on_one(infer, placed, component) for component in parts]
+    total = sum(work.seconds for work in works)
     stacks: list[list[Work]] = []
     musts: list[Work] = []
     others: list[tuple[Work, float]] = []
-    for one in whole:
-        must = infer.split == "owners" or any(id(node) in always for node in one.component.nodes)
-        slices = sum(on_slices[id(node)] for node in one.component.nodes)
-        if not must and (one.seconds + one.sent / link.bandwidth) / n + 2 * link.latency >= slices:
+    for work in works:
+        must = infer.split == "owners" or any(id(node) in always for node in work.component.nodes)
+        slices = sum(on_slices[id(node)] for node in work.component.nodes)
+        if not must and (work.seconds + work.sent / link.bandwidth) / n + 2 * link.latency >= slices:
             continue
-        stack = _stack(infer, placed, one.component)
-        if stack is not None and (stack.seconds * n <= 1.25 * one.seconds or one.seconds * n > total):
+        stack = _stack(infer, placed, work.component)
+        if stack is not None and (stack.seconds * n <= 1.25 * work.seconds or work.seconds * n > total):
             stacks.append([stack])
         elif must:
-            musts.append(one)
+            musts.append(work)
         else:
-            others.append((one, slices))
+            others.append((work, slices))
     # A giant's owner finishes long after the others: what sends most stays on slices first.
     others.sort(key=lambda other: other[0].sent)
-    ways = [[*musts, *(one for one, _ in others[:k])] for k in range(len(others) + 1)]
-    times = [_assign(way, n, link) + sum(slices for _, slices in others[k:]) for k, way in enumerate(ways)]
+    ways = [[*musts, *(work for work, _ in others[:k])] for k in range(len(others) + 1)]
+    times = [
+        _assign(chosen_works, n, link) + sum(slices for _, slices in others[k:]) for k, chosen_works in enumerate(ways)
+    ]
     chosen = ways[times.index(min(times))]
     _assign(chosen, n, link)
-    return [*stacks, [one for one in whole if one in chosen]] if chosen else stacks
+    return [*stacks, [work for work in works if work in chosen]] if chosen else stacks
 
 
 def _assign(works: Sequence[Work], n: int, link: Link) -> float:
     """Assign the largest work first, to the least loaded device (Graham, 1969); return the seconds of all."""
     devices = [(0.0, i) for i in range(n)]
-    for one in sorted(works, key=lambda one: -one.seconds):
-        load, one.owner = heapq.heappop(devices)
-        heapq.heappush(devices, (load + one.seconds + one.sent / link.bandwidth, one.owner))
+    for work in sorted(works, key=lambda work: -work.seconds):
+        load, work.owner = heapq.heappop(devices)
+        heapq.heappush(devices, (load + work.seconds + work.sent / link.bandwidth, work.owner))
     return max(devices)[0] + 2 * link.latency * bool(works)
 
 
@@ -133,18 +135,18 @@ def _costs(infer: Inference, placed: Propagation, moved: Counter[int]) -> tuple[
     for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
         inner = [_costs(infer, body, bytes_moved(body)) for body in strategy.bodies]
         alone = strategy.bodies or strategy.make
-        own = 0 if alone else seconds_of(placed.block, node, strategy, machine)
+        cost_here = 0 if alone else seconds_of(placed.block, node, strategy, machine)
         reduced = sum(nbytes(placed.block.avals[o]) for o, p in zip(node.outs, strategy.out_placements, strict=True)
                       if isinstance(p, Partial) and node.name in CONTRACTION)  # fmt: skip
         travel = max(moved[id(node)], reduced)
-        own += travel / link.bandwidth + (link.latency if travel else 0)
-        costs[id(node)] = own + node.trip_count * sum(sum(c.values()) for c, _ in inner)
+        cost_here += travel / link.bandwidth + (link.latency if travel else 0)
+        costs[id(node)] = cost_here + node.trip_count * sum(sum(c.values()) for c, _ in inner)
         alone = (
             not strategy.bodies
             and node.name not in CONTRACTION
             and is_whole_work(node, strategy, placed.placements, moved)
         )
-        if alone or any(found for _, found in inner):
+        if alone or any(inner_always for _, inner_always in inner):
             always.add(id(node))
     return costs, always
 
@@ -167,22 +169,22 @@ def _stack(infer: Inference, placed: Propagation, component: Component) -> Work 
     split = tile(0, length, infer.devices, of_state=True)
     block = component.block(placed.block)
     ins: list[Placement] = [split if i in stacked else REPLICATED for i in component.ins]
-    found = best(infer, block, ins)  # without owners: they would look for a stack in it again
-    apart = all(isinstance(p, Split) and p.dim == 0 and p.is_tile(infer.devices) for p in found.out_placements)
-    if not apart or found.communicates:
+    on_stack = best(infer, block, ins)  # without owners: they would look for a stack in it again
+    apart = all(isinstance(p, Split) and p.dim == 0 and p.is_tile(infer.devices) for p in on_stack.out_placements)
+    if not apart or on_stack.communicates:
         return None
-    return Work(component, found, seconds(found, infer.machine), bytes_sent(placed, component))
+    return Work(component, on_stack, seconds(on_stack, infer.machine), bytes_sent(placed, component))
 
 
 def _rewritten(block: Block, works: Sequence[Sequence[Work]]) -> Block:
     """Replace each group of components by one operation, in an order in which all can run."""
-    owned = {id(node) for group in works for one in group for node in one.component.nodes}
+    owned = {id(node) for group in works for work in group for node in work.component.nodes}
     groups: dict[int, Node] = {}  # by id of its first operation, whose position it takes
     for group in works:
         first = group[0].component.nodes[0]
         eqn = first.eqn.replace(primitive=owners_p, params={}, effects=set())
-        ins = tuple(dict.fromkeys(i for one in group for i in one.component.ins))
-        outs = tuple(o for one in group for o in one.component.outs)
+        ins = tuple(dict.fromkeys(i for work in group for i in work.component.ins))
+        outs = tuple(o for work in group for o in work.component.outs)
         groups[id(first)] = Owned(eqn, ins, outs, first.backward, first.calls, group)
     nodes = [groups.get(id(n), n) for n in block.nodes if id(n) in groups or id(n) not in owned]
     maker = {o: k for k, node in enumerate(nodes) for o in node.outs}

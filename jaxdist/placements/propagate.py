@@ -65,12 +65,12 @@ def propagate(
         strategy = next((other for other in others if other.name == choice.names.get(id(node))), default)
         strategies.append(strategy)
         alternatives += [(node, other) for other in others]
-        for i, to in zip(node.ins, strategy.in_forms, strict=True):
-            if to is None or to is ctx.placements[i]:
+        for i, target in zip(node.ins, strategy.in_forms, strict=True):
+            if target is None or target is ctx.placements[i]:
                 continue
-            if isinstance(ctx.placements[i], Partial) and not isinstance(to, Partial) and i in block.input_index:
+            if isinstance(ctx.placements[i], Partial) and not isinstance(target, Partial) and i in block.input_index:
                 reduced_inputs.add(block.input_index[i])
-            messages.reshard(node, i, to, strategy.why or strategy.instead)
+            messages.reshard(node, i, target, strategy.why or strategy.instead)
         messages.sent_by(node, strategy)
         for k, (i, placement) in enumerate(zip(node.outs, strategy.out_placements, strict=True)):
             ctx.placements[i] = placement
@@ -116,11 +116,11 @@ def _scatter_summands(infer: Inference, propagation: Propagation, summands: Mapp
         if propagation.placements[i] != REPLICATED or i in outputs:
             continue
         forms, aval = propagation.forms_of(i), block.avals[i]
-        if len(forms) == 1 and isinstance(to := forms.pop(), Split) and infer.slices(summand, to, aval):
-            propagation.placements[i] = to
+        if len(forms) == 1 and isinstance(target := forms.pop(), Split) and infer.slices(summand, target, aval):
+            propagation.placements[i] = target
             k = next(k for k, message in enumerate(messages) if message.value == i)
-            size = infer.bytes_sent(summand, to, aval)
-            messages[k] = replace(messages[k], kind="reduce-scatter", bytes=size, to=to)
+            size = infer.bytes_sent(summand, target, aval)
+            messages[k] = replace(messages[k], kind="reduce-scatter", bytes=size, new_form=target)
 
 
 class _Messages:
@@ -138,18 +138,18 @@ class _Messages:
             for s in strategy.sends
         ]
 
-    def reshard(self, node: Node, i: int, to: Form, why: str) -> None:
+    def reshard(self, node: Node, i: int, target: Form, why: str) -> None:
         """Record that a value is sent, and whether it was before."""
         infer, block = self._ctx.infer, self._ctx.block
         p, aval = self._ctx.placements[i], block.avals[i]
-        if not (kind := infer.reshard(p, to, aval)):
+        if not (kind := infer.reshard(p, target, aval)):
             return
         of_state = isinstance(p, Split) and p.of_state
         ahead = of_state and block.source(i) in block.input_index
         waited_for = i in block.before_products and not ahead
         fetched = node.backward and of_state  # fetched anew in the backward pass
         whole = i, REPLICATED, fetched
-        new_form = whole if to == REPLICATED else (i, form(to), False)
+        new_form = whole if target == REPLICATED else (i, form(target), False)
         maker = block.makers.get(i)
         reshaped = (
             maker is not None and maker.name in SHAPE_ONLY and (maker.ins[0], REPLICATED, fetched) in self._present
@@ -157,8 +157,8 @@ class _Messages:
         again = not self._present.isdisjoint({whole, new_form}) or (of_state and reshaped)
         # Other slices are cut out of the whole value, unless one collective makes them.
         self._present.update({new_form, whole} if kind in ("all-gather", "all-reduce") else {new_form})
-        size = infer.bytes_sent(p, to, aval)
-        self.all.append(Message(node, kind, size, of_state, why, waited_for, again, value=i, to=form(to)))
+        size = infer.bytes_sent(p, target, aval)
+        self.all.append(Message(node, kind, size, of_state, why, waited_for, again, value=i, new_form=form(target)))
 
 
 Strategies = tuple[Strategy, Sequence[Strategy]]  # the default, and its alternatives
@@ -223,10 +223,10 @@ class RuleContext:
             if strategy := rule(self, node, ins):
                 return strategy
         if all(isinstance(p, (Replicated, Deferred)) for p in ins):
-            return self.alike(node, ins)
+            return self.on_every_device(node, ins)
         return self.by_factors(node, ins, self.block.factors(node)) or self.whole(node, ins)
 
-    def alike(self, node: Node, ins: Sequence[Placement]) -> Strategy:
+    def on_every_device(self, node: Node, ins: Sequence[Placement]) -> Strategy:
         """Return the strategy of an operation whose operands every device has."""
         aval = self.block.avals[node.outs[0]] if len(node.outs) == 1 else None
         entrywise, moves = is_deferrable(node.eqn.primitive), node.name in ("squeeze", "transpose")
@@ -259,10 +259,10 @@ class RuleContext:
         for p, i in zip(ins, node.ins, strict=True):
             if not isinstance(p, Split) or p.of_state:
                 continue
-            own = self.block.avals[i].shape
-            dims = [d for d in range(len(shape)) if shape[d] == own[p.dim]]
+            operand_shape = self.block.avals[i].shape
+            dims = [d for d in range(len(shape)) if shape[d] == operand_shape[p.dim]]
             if node.name == "reshape":
-                dims += values.related(own, shape, p.dim)
+                dims += values.related(operand_shape, shape, p.dim)
             elif node.name in SAME_RANK and len(shape) > p.dim:
                 dims.append(p.dim)
             dims = [d for d in dims if shape[d] >= self.n]
@@ -278,22 +278,22 @@ class RuleContext:
         if described is None:
             return None
         candidates = self.candidates(node, ins, described)
-        found = [(factor, self.cut(node, ins, described, factor, split)) for factor, split in candidates]
-        cuts = [(self._price(node, ins, factor, one), one) for factor, one in found if one]
-        (bytes_, *_), cheapest = min(cuts, key=lambda each: each[0], default=((math.inf,), None))
+        strategies = [(factor, self.cut(node, ins, described, factor, split)) for factor, split in candidates]
+        cuts = [(self._price(node, ins, factor, strategy), strategy) for factor, strategy in strategies if strategy]
+        (bytes_, *_), cheapest = min(cuts, key=lambda priced: priced[0], default=((math.inf,), None))
         return cheapest if bytes_ < math.inf else None
 
     def candidates(self, node: Node, ins: Sequence[Placement], described: Factors) -> Sequence[tuple[int, Split]]:
         """Return factors along which operands are split; batch operands take precedence."""
-        found: dict[tuple[int, int, int, int], Split] = {}
+        splits: dict[tuple[int, int, int, int], Split] = {}
         batch = [p for p in ins if isinstance(p, Split) and not p.of_state]
         for p, dims in zip(ins, described.operands, strict=True):
             if not isinstance(p, Split) or (batch and p.of_state) or (factor := dims[p.dim]) is None:
                 continue
             key = (factor, p.size, p.chunk, p.outer)
-            if key not in found or (found[key].of_state and not p.of_state):
-                found[key] = p
-        if not found and batch:
+            if key not in splits or (splits[key].of_state and not p.of_state):
+                splits[key] = p
+        if not splits and batch:
             # A gathered operand must not make the rest N-fold: cut values that all devices have.
             length = {
                 self.block.avals[i].shape[p.dim] for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split)
@@ -305,7 +305,7 @@ class RuleContext:
             other, factor, size = min(fits, key=lambda fit: fit[0], default=(True, 0, 0))
             if fits and (node.name == "gather" or not other):
                 return [(factor, tile(0, size, self.n))]
-        return [(key[0], found[key]) for key in sorted(found)]
+        return [(key[0], splits[key]) for key in sorted(splits)]
 
     def cut(
         self, node: Node, ins: Sequence[Placement], described: Factors, factor: int, split: Split
@@ -318,8 +318,8 @@ class RuleContext:
             if any(factor not in dims for dims in described.results):
                 return None
             of_state = split.of_state and all(p.of_state for p in ins if isinstance(p, Split))
-            own = replace(split, of_state=of_state, requested=False, whole=False)
-            out_placements += [own.along(dims.index(factor)) for dims in described.results]
+            result_split = replace(split, of_state=of_state, requested=False, whole=False)
+            out_placements += [result_split.along(dims.index(factor)) for dims in described.results]
         elif kind == "sum":
             if not all(values.is_wide(self.block.avals[o].dtype) for o in node.outs):
                 return None

@@ -45,10 +45,10 @@ class Inference(Protocol):
     def marked(self, block: Block) -> dict[int, int]: ...
     def level(self, node: Node) -> int: ...
     def shard(self, dim: int, size: int) -> Split: ...
-    def reshard(self, placement: Placement, to: Form, aval: Any) -> str: ...
-    def sent(self, placement: Placement, to: Form, aval: Any) -> float: ...
-    def bytes_sent(self, placement: Placement, to: Form, aval: Any) -> int: ...
-    def slices(self, own: Split | Partial, to: Split, aval: Any) -> bool: ...
+    def reshard(self, placement: Placement, target: Form, aval: Any) -> str: ...
+    def sent(self, placement: Placement, target: Form, aval: Any) -> float: ...
+    def bytes_sent(self, placement: Placement, target: Form, aval: Any) -> int: ...
+    def slices(self, source: Split | Partial, target: Split, aval: Any) -> bool: ...
 
 
 class DeviceContext(Protocol):
@@ -63,7 +63,7 @@ class DeviceContext(Protocol):
     @property
     def index(self) -> Any: ...
     def bind(self, node: Node, xs: Sequence[Any], params: Mapping[str, Any] | None = None) -> Sequence[Any]: ...
-    def take(self, i: int, to: Form) -> Any: ...
+    def take(self, i: int, target: Form) -> Any: ...
     def gather(self, x: Any, dim: int, size: int) -> Any: ...
     def cut(self, x: Any, split: Split) -> Any: ...
     def positions(self, split: Split) -> Any: ...
@@ -120,7 +120,7 @@ class Message:
     times: int = 1  # how often, each time that its block runs
     reshards: bool = True  # a value changes its form; else the operation sends on its own
     value: int = -1  # the value that does
-    to: Form | None = None  # its new form
+    new_form: Form | None = None  # of the value
 
     @property
     def operation(self) -> str:
@@ -175,17 +175,17 @@ class Propagation:
         inputs = {i: k for k, i in enumerate(block.inputs)}
         reduced_inputs = {
             inputs[i]
-            for i, to in zip(block.outputs, out_forms, strict=True)
-            if i in inputs and isinstance(self.placements[i], Partial) and not isinstance(to, Partial)
+            for i, target in zip(block.outputs, out_forms, strict=True)
+            if i in inputs and isinstance(self.placements[i], Partial) and not isinstance(target, Partial)
         }
-        messages, sent = list[Message](), {(message.value, message.to) for message in self.messages}
-        for i, p, to in zip(block.outputs, self.out_placements, out_forms, strict=True):
-            kind = infer.reshard(p, to, block.avals[i])
-            if not kind or not sent.isdisjoint({(i, to), (i, REPLICATED)}):
+        messages, sent = list[Message](), {(message.value, message.new_form) for message in self.messages}
+        for i, p, target in zip(block.outputs, self.out_placements, out_forms, strict=True):
+            kind = infer.reshard(p, target, block.avals[i])
+            if not kind or not sent.isdisjoint({(i, target), (i, REPLICATED)}):
                 continue
-            sent.add((i, to))
-            of_state, size = isinstance(p, Split) and p.of_state, infer.bytes_sent(p, to, block.avals[i])
-            messages.append(Message(makers.get(i), kind, size, of_state, "", value=i, to=to))
+            sent.add((i, target))
+            of_state, size = isinstance(p, Split) and p.of_state, infer.bytes_sent(p, target, block.avals[i])
+            messages.append(Message(makers.get(i), kind, size, of_state, "", value=i, new_form=target))
         return replace(
             self,
             out_forms=out_forms,
@@ -199,12 +199,12 @@ class Propagation:
         seen, todo = {i}, [i]
         for value in todo:  # the list grows by unresolved elementwise results
             if returned:
-                forms.update(to for o, to in zip(block.outputs, self.out_forms, strict=True) if o == value)
+                forms.update(target for o, target in zip(block.outputs, self.out_forms, strict=True) if o == value)
             for k in block.users.get(value, ()):
                 node, strategy = block.nodes[k], self.strategies[k]
                 if strategy.make is None:
                     operands = zip(node.ins, strategy.in_forms, strict=True)
-                    forms.update(to or REPLICATED for operand, to in operands if operand == value)
+                    forms.update(target or REPLICATED for operand, target in operands if operand == value)
                 elif not strategy.slicewise or block.avals[value].shape != block.avals[node.outs[0]].shape:
                     forms.add(None)
                 elif node.outs[0] not in seen:
@@ -216,8 +216,8 @@ class Propagation:
         """Return the placement of an output; a deferred one takes the slice that all uses take."""
         if isinstance(p := self.out_placements[k], Deferred):
             forms = self.forms_of(self.block.outputs[k], returned=False)
-            if len(forms) == 1 and isinstance(to := forms.pop(), Split):
-                return to
+            if len(forms) == 1 and isinstance(target := forms.pop(), Split):
+                return target
         return p
 
     def blocks(self, times: int = 1) -> "Iterator[tuple[Propagation, int]]":
@@ -262,9 +262,9 @@ def sliced(
     cut, block = list(in_placements), bodies[0].block
     for k in range(len(in_placements)):
         if bodies[0].in_forms[k] == REPLICATED and block.avals[block.inputs[k]].shape:
-            forms = {to for body in bodies for to in body.forms_of(body.block.inputs[k])}
-            if len(forms) == 1 and isinstance(to := forms.pop(), Split):
-                cut[k] = to
+            forms = {target for body in bodies for target in body.forms_of(body.block.inputs[k])}
+            if len(forms) == 1 and isinstance(target := forms.pop(), Split):
+                cut[k] = target
     # Not if that changes the outputs or adds messages.
     facts = lambda bodies: [(b.out_placements, b.reduced_inputs, len([*b.sent()])) for b in bodies]
     if cut != list(in_placements) and facts(bodies_of_cut := place(cut)) == facts(bodies):
