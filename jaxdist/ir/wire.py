@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxdist.ir.fingerprint import moves, place
-from jaxdist.ir.interpreter import axes_of, groups_of, walk
+from jaxdist.ir.interpreter import Within, axes_of, groups_of, walk
 from jaxdist.machine import Machine, ring_factor
 from jaxdist.mesh import MODEL, SEQUENCE, Axis, along
 
@@ -61,8 +61,7 @@ def sent(program: ClosedJaxpr, axes: Sequence[Axis], machine: Machine) -> Iterat
         names = axes_of(eqn, [axis.name for axis in axes])
         groups = tuple(map(tuple, groups_of(eqn) or along(axes, names) or [range(devices)]))
         hidden = not on_cpu and inner.isdisjoint(names)
-        # A while loop counts as one turn, and all branches as taken.
-        turns = math.prod(outer.params["length"] for outer, _ in within if outer.primitive.name == "scan")
+        turns = runs(within)
         where: Any = place(within).removesuffix(": "), turns, i if on_cpu and kind != "all-reduce" else None
         if not on_cpu and kind in ("all-reduce", "reduce-scatter"):
             where = "", 1, None
@@ -84,6 +83,11 @@ def _moved(eqn: JaxprEqn, kind: str, n: int, on_cpu: bool) -> Iterator[tuple[str
         if on_cpu and wire is None and kind == "all-reduce" and jnp.issubdtype(dtype, jnp.floating):
             dtype = jnp.promote_types(dtype, jnp.float32)
         yield str(dtype), elements * dtype.itemsize
+
+
+def runs(within: Within) -> int:
+    """Return how often an equation runs; a while loop counts as one turn, and all branches as taken."""
+    return math.prod(outer.params["length"] for outer, _ in within if outer.primitive.name == "scan")
 
 
 def kind_of(eqn: JaxprEqn) -> str:

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, primitives
 from jaxdist import compat
 from jaxdist.ir.fingerprint import moves
 from jaxdist.ir.interpreter import CHECKPOINT, CONTROL_FLOW, INLINED, Interpreter, axes_of, bodies, groups_of, walk
-from jaxdist.ir.wire import kind_of, whole_bytes
+from jaxdist.ir.wire import kind_of, runs, whole_bytes
 from jaxdist.mesh import AXIS, GROUP, Axis
 from jaxdist.placements.block import Node
 from jaxdist.placements.loops import bound, inside, join, throughout
@@ -157,11 +157,10 @@ def _sent_by(body: ClosedJaxpr, placed: Axis, mesh: Sequence[Axis]) -> Iterator[
             name for axis in axes_of(eqn) for name in ((GROUP, AXIS) if axis == AXIS else (axis,)) if name in sizes
         }
         if next((name for name in sizes if name in names), None) == placed.name:
-            devices = max(map(len, groups_of(eqn) or ())) if groups_of(eqn) else math.prod(sizes[n] for n in names)
-            times = math.prod(outer.params["length"] for outer, _ in within if outer.primitive.name == "scan")
-            kind = kind_of(eqn)
+            groups, kind = groups_of(eqn), kind_of(eqn)
+            devices = max(map(len, groups)) if groups else math.prod(sizes[name] for name in names)
             for size in whole_bytes(eqn, kind, devices):
-                yield Sends(kind, size, times)
+                yield Sends(kind, size, runs(within))
 
 
 _TYPED = {*INLINED, *CONTROL_FLOW}  # primitives whose bodies are typed; a kernel's body is not

@@ -10,7 +10,7 @@ import numpy as np
 from jaxdist.ir.operations import CONTRACTION, is_elementwise
 from jaxdist.machine import Machine
 from jaxdist.placements.block import Block, Node
-from jaxdist.placements.strategy import Inference, Propagation, Strategy
+from jaxdist.placements.strategy import Inference, Propagation, Strategy, itemsize
 from jaxdist.placements.values import Split, local_shape
 
 # FLOPs for a matrix, divided by both dimensions and the smaller one (Golub and Van Loan, *Matrix Computations*).
@@ -45,12 +45,12 @@ def seconds(placed: Propagation, machine: Machine, memory: bool = True) -> float
 def seconds_of(block: Block, node: Node, strategy: Strategy, machine: Machine, memory: bool = True) -> float:
     """Estimate a device's seconds for an operation: its products, its memory traffic."""
     cost, dtype = flops(block, node, strategy), block.avals[node.outs[0]].dtype if node.outs else np.dtype("float32")
-    itemsize = 8 if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize
+    size = itemsize(dtype)
     if node.name not in CONTRACTION and node.name not in _FACTORIZATION:  # results count, once per fused loop
-        return 0.0 if not memory or _is_in_a_loop(block, node) else machine.seconds(0, cost * itemsize)
+        return 0.0 if not memory or _is_in_a_loop(block, node) else machine.seconds(0, cost * size)
     touched = zip((*node.ins, *node.outs), (*strategy.in_forms, *strategy.out_placements), strict=True)
     entries = sum(math.prod(local_shape(block.avals[i].shape, p)) for i, p in touched)
-    return machine.seconds(cost, entries * itemsize if memory else 0, dtype)
+    return machine.seconds(cost, entries * size if memory else 0, dtype)
 
 
 def _is_in_a_loop(block: Block, node: Node) -> bool:

@@ -116,11 +116,11 @@ class Infer:
         kind = self.reshard(placement, target, aval)
         return self.link.sent(kind, nbytes(aval)) if kind else 0
 
-    def bytes_sent(self, placement: Placement, target: Form, aval: Any) -> int:
+    def bytes_sent(self, kind: str, placement: Placement, target: Form, aval: Any) -> int:
         """Return the bytes of a whole value as it is resharded: with padding, in the type in which it is added."""
         split = placement if isinstance(placement, Split) else target
         shape = list(aval.shape)
-        if isinstance(split, Split) and self.reshard(placement, target, aval) != "all-reduce":
+        if isinstance(split, Split) and kind != "all-reduce":
             shape[split.dim] = split.rows * self.devices
         adds = isinstance(placement, Partial) and not placement.bits
         return math.prod(shape) * itemsize(wide(aval.dtype) if adds else aval.dtype)

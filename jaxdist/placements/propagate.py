@@ -119,7 +119,7 @@ def _scatter_summands(infer: Inference, propagation: Propagation, summands: Mapp
         if len(forms) == 1 and isinstance(target := forms.pop(), Split) and infer.slices(summand, target, aval):
             propagation.placements[i] = target
             k = next(k for k, message in enumerate(messages) if message.value == i)
-            size = infer.bytes_sent(summand, target, aval)
+            size = infer.bytes_sent("reduce-scatter", summand, target, aval)
             messages[k] = replace(messages[k], kind="reduce-scatter", bytes=size, new_form=target)
 
 
@@ -157,7 +157,7 @@ class _Messages:
         again = not self._present.isdisjoint({whole, new_form}) or (of_state and reshaped)
         # Other slices are cut out of the whole value, unless one collective makes them.
         self._present.update({new_form, whole} if kind in ("all-gather", "all-reduce") else {new_form})
-        size = infer.bytes_sent(p, target, aval)
+        size = infer.bytes_sent(kind, p, target, aval)
         self.all.append(Message(node, kind, size, of_state, why, waited_for, again, value=i, new_form=form(target)))
 
 

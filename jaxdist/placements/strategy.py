@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
+from jaxdist.ir.fingerprint import type_text
 from jaxdist.machine import Link, Machine
 from jaxdist.mesh import Axis
 from jaxdist.placements.block import Block, Node
@@ -47,7 +48,7 @@ class Inference(Protocol):
     def shard(self, dim: int, size: int) -> Split: ...
     def reshard(self, placement: Placement, target: Form, aval: Any) -> str: ...
     def sent(self, placement: Placement, target: Form, aval: Any) -> float: ...
-    def bytes_sent(self, placement: Placement, target: Form, aval: Any) -> int: ...
+    def bytes_sent(self, kind: str, placement: Placement, target: Form, aval: Any) -> int: ...
     def slices(self, source: Split | Partial, target: Split, aval: Any) -> bool: ...
 
 
@@ -157,13 +158,14 @@ class Propagation:
                 value = f" of {message.value}" if message.reshards else ""
                 notes.setdefault(id(message.node), []).append(f"{message.kind}{value}, {message.bytes} B")
         lines = [
-            f"{i}: {in_short(avals[i])} {in_short_form(form)}"
+            f"{i}: {type_text(avals[i].dtype, avals[i].shape)} {in_short(form)}"
             for i, form in zip(self.block.inputs, self.in_forms, strict=True)
         ]
         for node, strategy in zip(self.block.nodes, self.strategies, strict=True):
-            results = [f"{i}: {in_short(avals[i])} {in_short_form(self.placements[i])}" for i in node.outs]
+            types = [type_text(avals[i].dtype, avals[i].shape) for i in node.outs]
+            results = [f"{i}: {t} {in_short(self.placements[i])}" for i, t in zip(node.outs, types, strict=True)]
             forms = zip(node.ins, strategy.in_forms, strict=True)
-            operands = [str(i) if form is None else f"{i} {in_short_form(form)}" for i, form in forms]
+            operands = [str(i) if form is None else f"{i} {in_short(form)}" for i, form in forms]
             why = [strategy.name, strategy.why, *notes.get(id(node), ())]
             lines.append(f"{', '.join(results)} = {node.name} {', '.join(operands)}  # {'; '.join(filter(None, why))}")
         return "\n".join(line.removesuffix("  # ") for line in lines)
@@ -184,7 +186,7 @@ class Propagation:
             if not kind or not sent.isdisjoint({(i, target), (i, REPLICATED)}):
                 continue
             sent.add((i, target))
-            of_state, size = isinstance(p, Split) and p.of_state, infer.bytes_sent(p, target, block.avals[i])
+            of_state, size = isinstance(p, Split) and p.of_state, infer.bytes_sent(kind, p, target, block.avals[i])
             messages.append(Message(makers.get(i), kind, size, of_state, "", value=i, new_form=target))
         return replace(
             self,
@@ -240,12 +242,7 @@ class Propagation:
         return any(propagation.messages for propagation, _ in self.blocks())
 
 
-def in_short(aval: Any) -> str:
-    """Format a type: float32[8,3]."""
-    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
-
-
-def in_short_form(placement: Placement) -> str:
+def in_short(placement: Placement) -> str:
     """Format a placement: split(0), partial, whole, or deferred."""
     if isinstance(placement, Split):
         blocks = f" in {placement.outer} blocks" if placement.outer > 1 else ""
