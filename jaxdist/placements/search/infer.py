@@ -14,12 +14,12 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxdist.machine import VIRTUAL, Machine
 from jaxdist.mesh import MODEL, Axis
-from jaxdist.placements.block import Block, Node, flatten
-from jaxdist.placements.marks import marked
-from jaxdist.placements.options import best
-from jaxdist.placements.owners import with_owners
-from jaxdist.placements.strategy import Propagation, itemsize, nbytes
-from jaxdist.placements.values import Form, Partial, Placement, Split, form, tile, wide
+from jaxdist.placements.model.block import Block, Node, flatten
+from jaxdist.placements.model.strategy import Propagation, itemsize, nbytes
+from jaxdist.placements.model.values import Form, Partial, Placement, Split, form, tile, wide
+from jaxdist.placements.search.marks import marked
+from jaxdist.placements.search.options import best
+from jaxdist.placements.search.owners import with_owners
 
 
 class Infer:

@@ -7,12 +7,13 @@ the next. So operations switch in groups. Tries are counted, not timed, so that 
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
-from jaxdist.placements.block import TO_A_SUM, Block, Classes, Node
-from jaxdist.placements.cost import cost, descend
-from jaxdist.placements.marks import used_in_slices
-from jaxdist.placements.propagate import Choice, propagate
-from jaxdist.placements.strategy import Inference, Propagation
-from jaxdist.placements.values import REPLICATED, Partial, Placement
+from jaxdist.placements.model.block import TO_A_SUM, Block, Classes, Node
+from jaxdist.placements.model.cost import cost, descend
+from jaxdist.placements.model.strategy import Inference, Propagation
+from jaxdist.placements.model.values import REPLICATED, Partial, Placement
+from jaxdist.placements.propagate import propagate
+from jaxdist.placements.rules.context import Choice
+from jaxdist.placements.search.marks import used_in_slices
 
 _OPERATIONS, _FEWEST = 30_000, 8  # limit on walks of a block: fewer the more operations it has, down to a minimum
 _SURE = 1 / 5  # extra weight of messages that only a switched option sends; estimates are not more accurate

@@ -16,9 +16,19 @@ from jaxdist.communicators import exchange
 from jaxdist.ir.operations import SHAPE_ONLY
 from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, reduce_shard_p
 from jaxdist.mesh import NAMES
-from jaxdist.placements.block import Node
-from jaxdist.placements.strategy import Inference, Propagation
-from jaxdist.placements.values import REPLICATED, Form, Partial, Replicated, Split, form, is_narrow, local_shape, wide
+from jaxdist.placements.model.block import Node
+from jaxdist.placements.model.strategy import Inference, Propagation
+from jaxdist.placements.model.values import (
+    REPLICATED,
+    Form,
+    Partial,
+    Replicated,
+    Split,
+    form,
+    is_narrow,
+    local_shape,
+    wide,
+)
 
 
 class Emitter:

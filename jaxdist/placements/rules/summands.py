@@ -6,10 +6,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.ir.operations import ACROSS, ADDITION, LINEAR
-from jaxdist.placements.block import Block, Node
-from jaxdist.placements.run import run_wide
-from jaxdist.placements.strategy import Strategy
-from jaxdist.placements.values import REPLICATED, Deferred, Form, Number, Partial, Placement, Replicated, Split, form
+from jaxdist.placements.model.block import Block, Node
+from jaxdist.placements.model.strategy import Strategy
+from jaxdist.placements.model.values import (
+    REPLICATED,
+    Deferred,
+    Form,
+    Number,
+    Partial,
+    Placement,
+    Replicated,
+    Split,
+    form,
+)
+from jaxdist.placements.rules.run import run_wide
 
 _LARGE = 2**8  # summands may be larger than their sum, and must not overflow where it does not
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist import compat
-from jaxdist.placements.block import Node
-from jaxdist.placements.rules import Factors
-from jaxdist.placements.strategy import DeviceContext
-from jaxdist.placements.values import REPLICATED, Form, Split, wide
+from jaxdist.placements.model.block import Node
+from jaxdist.placements.model.factors import Factors
+from jaxdist.placements.model.strategy import DeviceContext
+from jaxdist.placements.model.values import REPLICATED, Form, Split, wide
 
 
 def run_as_is(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:

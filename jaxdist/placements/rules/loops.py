@@ -10,12 +10,10 @@ from jax.extend.core import jaxpr_as_fun
 
 from jaxdist.ir.interpreter import CONTROL_FLOW, bodies, has_effect, with_bodies
 from jaxdist.ir.operations import ADDITION, FOR_ITSELF
-from jaxdist.placements.block import Block, Node
-from jaxdist.placements.cost import seconds
-from jaxdist.placements.propagate import RuleContext, resolved, special
-from jaxdist.placements.strategy import DeviceContext, Inference, Propagation, Run, Strategy, nbytes, sliced
-from jaxdist.placements.summands import is_zero
-from jaxdist.placements.values import (
+from jaxdist.placements.model.block import Block, Node
+from jaxdist.placements.model.cost import seconds
+from jaxdist.placements.model.strategy import DeviceContext, Inference, Propagation, Run, Strategy, nbytes, sliced
+from jaxdist.placements.model.values import (
     REPLICATED,
     Deferred,
     Form,
@@ -27,6 +25,8 @@ from jaxdist.placements.values import (
     is_wide,
     tile,
 )
+from jaxdist.placements.rules.context import RuleContext, resolved, special
+from jaxdist.placements.rules.summands import is_zero
 
 _ADDS = ADDITION | CONTROL_FLOW | {"sub", "convert_element_type", "select_n"}
 _MOST_ROUNDS = 12
