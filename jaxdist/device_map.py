@@ -14,10 +14,10 @@ Device = Any  # of JAX, which has no type for one
 
 
 class Share(NamedTuple):
-    """What a process passes of each batch: parts next to each other, of so many equal ones."""
+    """The parts of each batch that a process passes. They lie next to each other, and all parts are of one size."""
 
     parts: range
-    part_count: int  # of the whole batch
+    part_count: int  # of the whole batch, over all processes
 
     def rows(self, total: int) -> slice:
         """Return its rows of a batch with so many. Each part has equally many; the last ones have fewer."""
@@ -34,8 +34,8 @@ class Share(NamedTuple):
 class DeviceMap:
     """The devices of a mesh, in its order, with the process, the host and the part of a batch of each.
 
-    Meshes, their axes and shards are facts about devices. Ranks, and what a rank passes, compares and writes, are facts
-    about processes. Here the ones are turned into the others. Two hosts, say, with two processes of two devices each:
+    Meshes, axes and shards are facts about devices; ranks, and what a rank passes, compares and writes, are facts about
+    processes. This turns the former into the latter. For example, on two hosts with two processes of two devices each:
 
         hosts        a               b
         processes    0       1       2       3
@@ -44,9 +44,9 @@ class DeviceMap:
                      0   0   1   1   2   2   3   3     of {"data": 4, "model": 2}
                      0   0   0   0   1   1   1   1     of {"data": 2, "model": 4}
 
-    A part is the rows at one place of the data axis: devices that differ along other axes hold the same rows. A process
-    passes the parts of its devices, its share. Process 1 passes the parts 2 and 3, or 1, or 0; and on the last of these
-    meshes the processes 0 and 1 share part 0, so both must pass the same. A single process passes all parts.
+    A part is the rows at one place of the data axis; devices that differ only along other axes hold the same rows. The
+    parts of a process's devices are its share, which it passes: process 1 passes parts 2 and 3 on the first mesh, part
+    1 on the second, and part 0 on the third, where process 0 must pass the same rows. A single process passes all.
     """
 
     mesh: Mesh
@@ -54,7 +54,7 @@ class DeviceMap:
 
     @classmethod
     def of(cls, mesh: Mesh, hosts: Sequence[Hashable] = ()) -> "DeviceMap":
-        """The map of a mesh, given the host of each device. Without, a process counts as one."""
+        """The map of a mesh, given the host of each device. By default each process counts as a host."""
         return cls(in_a_row(mesh), tuple(hosts or (d.process_index for d in mesh.devices.flat)))
 
     @functools.cached_property

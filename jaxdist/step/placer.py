@@ -3,7 +3,7 @@
 import enum
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -198,7 +198,7 @@ class Placer:
         x = _extended(x, [rows_per_part * len(self.share.parts) - x.shape[0], *[0] * (x.ndim - 1)])
         shape = (rows, *x.shape[1:])
         slices = _local_slices(joined_sharding, shape, self.share)
-        pieces = [(device, x if entries is None else x[entries]) for device, entries in slices]
+        pieces = [(device, x if entries is None else x[entries]) for device, entries in slices.items()]
         shards = [jax.device_put(piece, device) for device, piece in pieces]
         array = jax.make_array_from_single_device_arrays(shape, joined_sharding, shards)
         return _mover(target_sharding, target, (total, *shape[1:]))(array) if moves else array
@@ -271,26 +271,21 @@ def _mover(target_sharding: NamedSharding, target: Layout, shape: tuple[int, ...
     return jax.jit(moved, out_shardings=target_sharding)
 
 
-class DeviceSlice(NamedTuple):
-    """The entries of this process's share of a batch that one of its devices holds."""
-
-    device: Device
-    entries: tuple[slice, ...] | None  # None: all of them, without a copy
-
-
 @functools.lru_cache(1024)
-def _local_slices(joined_sharding: NamedSharding, shape: tuple[int, ...], share: Share) -> list[DeviceSlice]:
-    """Return what each device of this process holds, as slices of the rows that this process passes.
+def _local_slices(
+    joined_sharding: NamedSharding, shape: tuple[int, ...], share: Share
+) -> dict[Device, tuple[slice, ...] | None]:
+    """Return what each device of this process holds of the rows that this process passes; None: all, without a copy.
 
     JAX tells the slice of the whole batch. With two rows in each of four parts, of which this process passes 2 and 3,
     the row 6 of the batch is its own row 2.
     """
-    slices, here = list[DeviceSlice](), share.rows(shape[0])
+    slices, here = dict[Device, tuple[slice, ...] | None](), share.rows(shape[0])
     everything = [(0, n) for n in (here.stop - here.start, *shape[1:])]
     for device, index in joined_sharding.addressable_devices_indices_map(shape).items():
-        bounds = [s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True)]
-        bounds[0] = bounds[0][0] - here.start, bounds[0][1] - here.start
-        slices.append(DeviceSlice(device, None if bounds == everything else tuple(slice(*ends) for ends in bounds)))
+        (first, end), *others = (s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
+        bounds = [(first - here.start, end - here.start), *others]
+        slices[device] = None if bounds == everything else tuple(slice(*ends) for ends in bounds)
     return slices
 
 
