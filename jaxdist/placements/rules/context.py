@@ -35,6 +35,7 @@ class Choice:
 
     names: Mapping[int, str] = field(default_factory=dict)  # by an operation's id, the alternative that it takes
     slices: Mapping[int, Split] = field(default_factory=dict)  # of summands to add up
+    later: frozenset[int] = frozenset()  # summands that are added up after the operations that take them
 
 
 DEFAULTS = Choice()
@@ -59,10 +60,13 @@ class RuleContext:
         self.infer, self.block, self.n = infer, block, infer.devices
         self.placements: list[Any] = [None] * len(block.avals)  # of each value
         self.may_stay_partial = added(block, may_stay_partial)
+        self.later = choice.later
 
     def resolved(self, i: int, placement: Placement) -> Placement:
         """Add up a summand with several uses once, before them; a moved value at once."""
         if not isinstance(placement, Partial) or (self.block.uses[i] <= 1 and not placement.bits):
+            return placement
+        if i in self.later and not placement.bits:
             return placement
         return self.slices.get(i, REPLICATED)
 
@@ -75,8 +79,9 @@ class RuleContext:
     def strategies(self, node: Node) -> Strategies:
         """Return the strategies of an operation, given the placements of its operands: a function of the key."""
         ins = [self.placements[i] for i in node.ins]
-        slices = [self.slices.get(i) for i, p in zip(node.ins, ins, strict=True) if isinstance(p, Partial)]
-        key = (*ins, *slices, *(o in self.may_stay_partial for o in node.outs))
+        summands = [i for i, p in zip(node.ins, ins, strict=True) if isinstance(p, Partial)]
+        slices, later = map(self.slices.get, summands), (i in self.later for i in summands)
+        key = (*ins, *slices, *later, *(o in self.may_stay_partial for o in node.outs))
         if key not in node.strategies:
             node.strategies[key] = self._strategies(node, ins)
         return node.strategies[key]
@@ -86,7 +91,7 @@ class RuleContext:
         if unknown := [type(e).__name__ for e in node.eqn.effects if type(e).__name__ not in _EFFECTS]:
             raise refuse(node, f"its effect ({unknown[0]}) is not possible on several devices")
         if any(isinstance(p, Partial) for p in ins) and (
-            strategy := linear(self.block, self.may_stay_partial, node, ins)
+            strategy := linear(self.block, self.may_stay_partial, self.later, node, ins)
         ):
             return strategy, ()
         for k, i in enumerate(node.ins):

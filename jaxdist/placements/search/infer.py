@@ -106,6 +106,8 @@ class Infer:
             scattered = isinstance(target, Split) and self.slices(placement, target, aval)
             return "reduce-scatter" if scattered else "all-reduce"
         if isinstance(placement, Split) and not placement.whole and form(placement) != target:
+            if isinstance(target, Partial) and placement.outer == 1:
+                return ""  # a slice among zeros is a summand
             if isinstance(target, Split) and self.slices(placement, target, aval):
                 return "all-to-all"
             return "all-gather"
