@@ -7,6 +7,6 @@ operation; `search`, which chooses among them; `emit`, which writes the program.
 
 from jaxdist.placements.emit import owned  # noqa: F401  (its rule)
 from jaxdist.placements.model.factors import register
-from jaxdist.placements.rules import control_flow, lookups, loops, products, shapes  # noqa: F401  (their rules)
+from jaxdist.placements.rules import along, control_flow, lookups, loops, products, shapes  # noqa: F401  (their rules)
 
 __all__ = ["register"]
