@@ -79,7 +79,7 @@ def split() -> Iterator[list[Step]]:
     """Collect the steps that are placed within this context."""
     from jaxdist.compilation.placed import PlacedStep
     from jaxdist.placements import report
-    from jaxdist.placements.values import Split
+    from jaxdist.placements.model.values import Split
 
     shipped, steps = PlacedStep.place, []
 

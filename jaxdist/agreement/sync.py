@@ -15,7 +15,7 @@ from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.compat import under_no_mesh
 from jaxdist.errors import SyncError
 from jaxdist.ir.fingerprint import checksum, on_host, type_text
-from jaxdist.placements.layouts import Padded, bounds, physical
+from jaxdist.placements.model.layouts import Padded, bounds, physical
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.tracebacks import api_boundary
 

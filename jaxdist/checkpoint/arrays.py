@@ -22,7 +22,7 @@ from jaxdist.checkpoint.manifest import PYTHON, DamagedError, Leaf, Leaves, Name
 from jaxdist.compilation.signature import is_keys
 from jaxdist.errors import CheckpointError
 from jaxdist.mesh import from_host
-from jaxdist.placements.layouts import Bounds, Padded, bounds
+from jaxdist.placements.model.layouts import Bounds, Padded, bounds
 
 # Of orbax, which raises these errors, too.
 logging.getLogger("absl").addFilter(lambda record: "_SignalingThread" not in record.getMessage())

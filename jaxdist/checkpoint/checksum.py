@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxdist.checkpoint.manifest import kind_of, on_host, stored_form
-from jaxdist.placements.layouts import Bounds, bounds, physical
+from jaxdist.placements.model.layouts import Bounds, bounds, physical
 from jaxdist.runtime.context import get_context
 
 Checksums = dict[Bounds, int]

@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from jaxdist.compilation.signature import is_keys
 from jaxdist.errors import CheckpointError, in_words
-from jaxdist.placements.layouts import Padded
+from jaxdist.placements.model.layouts import Padded
 from jaxdist.sharding import unshard
 
 FILE = "manifest.json"

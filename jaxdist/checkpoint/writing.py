@@ -27,7 +27,7 @@ from jaxdist.compilation.signature import is_keys
 from jaxdist.control import failfast
 from jaxdist.errors import CheckpointError, in_words
 from jaxdist.extras import need
-from jaxdist.placements.layouts import Padded, copied, physical
+from jaxdist.placements.model.layouts import Padded, copied, physical
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.tracebacks import api_boundary
 

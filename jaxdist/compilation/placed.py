@@ -14,13 +14,13 @@ from jaxdist.communicators import Rules
 from jaxdist.compilation.signature import Avals, Signature, is_keys
 from jaxdist.compilation.tracing import TracedStep, without_collections
 from jaxdist.mesh import AXIS, GROUP, MODEL, SEQUENCE, Axis, axes_of_mesh, data_size, in_groups, passes
-from jaxdist.placements.buckets import Fuse
-from jaxdist.placements.emit import Emitter, compressible, local_types
-from jaxdist.placements.layouts import Layout, sharding, spec
-from jaxdist.placements.offload import staged
+from jaxdist.placements.emit.buckets import Fuse
+from jaxdist.placements.emit.emitter import Emitter, compressible, local_types
+from jaxdist.placements.emit.offload import staged
+from jaxdist.placements.model.layouts import Layout, sharding, spec
+from jaxdist.placements.model.strategy import Propagation
+from jaxdist.placements.model.values import REPLICATED, Form, Placement, Split, form, tiles
 from jaxdist.placements.report import worth_splitting
-from jaxdist.placements.strategy import Propagation
-from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, tiles
 
 _GATHERED_AT_ONCE = 64  # at most this fraction of the sharded state (1 / 64), to send fewer messages
 

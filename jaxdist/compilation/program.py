@@ -22,7 +22,7 @@ from jaxdist.ir.fingerprint import dataflow
 from jaxdist.ir.interpreter import Interpreter, contains
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, MODEL, data_size, passes
-from jaxdist.placements.layouts import HOST, Layout, Padded, check_host_memory, layout_of, of_batch, on_host
+from jaxdist.placements.model.layouts import HOST, Layout, Padded, check_host_memory, layout_of, of_batch, on_host
 
 # Calls after which a program waits for its results on virtual devices. XLA starts programs on the threads that run
 # them. Once 32 (of all programs) are under way on a device, it waits there for one to end, which has no thread to run

@@ -37,11 +37,11 @@ from jaxdist.compilation.signature import (
 from jaxdist.ir.trace import inside_step, stepping, trace
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, MODEL, along_data, data_size, in_groups, passes
-from jaxdist.placements.infer import Infer
-from jaxdist.placements.layouts import Cut, Layout, choose, layout, on_host
-from jaxdist.placements.marks import Marks, group, marks
-from jaxdist.placements.owners import way
-from jaxdist.placements.search import search
+from jaxdist.placements.model.layouts import Cut, Layout, choose, layout, on_host
+from jaxdist.placements.search.infer import Infer
+from jaxdist.placements.search.marks import Marks, group, marks
+from jaxdist.placements.search.model_axis import search
+from jaxdist.placements.search.owners import way
 from jaxdist.runtime.context import get_context
 from jaxdist.text import name_of, say_once
 

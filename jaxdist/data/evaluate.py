@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.data.loader import Loader
 from jaxdist.data.sampling import Place
-from jaxdist.placements.layouts import Padded
+from jaxdist.placements.model.layouts import Padded
 from jaxdist.runtime.context import Context, get_context
 from jaxdist.sharding import unshard
 from jaxdist.text import say_once

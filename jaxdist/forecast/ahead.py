@@ -15,8 +15,8 @@ from jaxdist.ir.interpreter import last_uses, live, subjaxprs
 from jaxdist.ir.wire import Collective, sent
 from jaxdist.machine import Machine
 from jaxdist.mesh import data_size
+from jaxdist.placements.model.values import REPLICATED
 from jaxdist.placements.report import work
-from jaxdist.placements.values import REPLICATED
 
 _FUSED = {"broadcast_in_dim", "iota"}  # computed where they are used
 

@@ -16,8 +16,8 @@ from jaxdist.compilation.tracing import traced
 from jaxdist.forecast.ahead import Ahead
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, MODEL, NAMES, SEQUENCE, Sizes, data_size, in_a_row, mesh_of, on_each_host
-from jaxdist.placements.layouts import choose as choose_cut
-from jaxdist.placements.layouts import layout as layout_with
+from jaxdist.placements.model.layouts import choose as choose_cut
+from jaxdist.placements.model.layouts import layout as layout_with
 from jaxdist.runtime.context import Context, hosts_of, machine_of
 
 

@@ -11,7 +11,7 @@ SAME = frozenset({"copy", "copy_p", "device_put", "jaxdist_plain", "jaxdist_shar
 SHAPE_ONLY = frozenset({"copy", "copy_p", "reshape", "squeeze", "transpose"})
 ADDITION = frozenset({"add", "add_any"})
 # Linear in one operand: the result for a sum is the sum of the results.
-LINEAR = SHAPE_ONLY | {"broadcast_in_dim", "dynamic_slice", "neg", "reduce_sum", "rev", "slice"}
+LINEAR = SHAPE_ONLY | {"broadcast_in_dim", "conj", "dynamic_slice", "imag", "neg", "real", "reduce_sum", "rev", "slice"}
 # Linear collectives whose result is at most as large as their operand.
 ACROSS = frozenset({"all_to_all", "jaxdist_all_reduce", "jaxdist_reduce_scatter", "ppermute"})
 CONTRACTION = frozenset({"conv_general_dilated", "dot_general"})

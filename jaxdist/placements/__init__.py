@@ -1,10 +1,12 @@
 """Placements: how the devices hold each value of a step, inferred and then emitted as one device's program.
 
-In this order: `values`, `block`, `rules`; `propagate`, which places a block with the rules of the other modules, and
-`infer`, which places all blocks; `emit`; `buckets`. CONTRIBUTING.md follows a step through them.
+Four rooms, each of which knows those before it: `model`, what values and operations are; `rules`, the strategies of an
+operation; `search`, which chooses among them; `emit`, which writes the program. Between rules and search stands
+`propagate`, which places a block. CONTRIBUTING.md follows a step through them.
 """
 
-from jaxdist.placements import control_flow, lookups, loops, owned, products, shapes  # noqa: F401  (their rules)
-from jaxdist.placements.rules import register
+from jaxdist.placements.emit import owned  # noqa: F401  (its rule)
+from jaxdist.placements.model.factors import register
+from jaxdist.placements.rules import along, control_flow, lookups, loops, products, shapes  # noqa: F401  (their rules)
 
 __all__ = ["register"]

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxdist.mesh import AXIS, GROUP, MODEL
-from jaxdist.placements.block import Node
-from jaxdist.placements.cost import flops
-from jaxdist.placements.strategy import IN_PLACE, Propagation
-from jaxdist.placements.values import REPLICATED, Split
+from jaxdist.placements.model.block import Node
+from jaxdist.placements.model.cost import flops
+from jaxdist.placements.model.strategy import IN_PLACE, Propagation
+from jaxdist.placements.model.values import REPLICATED, Split
 
 _WORTH_SAYING = 0.01
 _WORTH_SPLITTING = 1 << 17, 8  # FLOPs, and those for each entry of arguments and results

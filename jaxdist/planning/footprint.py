@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from rich.table import Table
 
-from jaxdist.placements.layouts import HOST, Padded, physical
+from jaxdist.placements.model.layouts import HOST, Padded, physical
 from jaxdist.text import text_of
 
 

@@ -11,7 +11,7 @@ from jaxdist.compat import bits_of, sharding_of
 from jaxdist.compilation.program import Program, TraceSettings
 from jaxdist.compilation.signature import Constant, Leaf, Signature, is_keys, picker
 from jaxdist.ir.fingerprint import type_text
-from jaxdist.placements.layouts import Padded
+from jaxdist.placements.model.layouts import Padded
 from jaxdist.step.donated import is_deleted
 from jaxdist.step.leaves import TypeKey, type_key
 from jaxdist.step.placer import Placer, without_aliases

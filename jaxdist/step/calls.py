@@ -23,7 +23,7 @@ from jaxdist.compilation.signature import Args, Leaf, PyTree, Signature, Structu
 from jaxdist.errors import in_words
 from jaxdist.mesh import alike as same_rows_somewhere
 from jaxdist.placements import report
-from jaxdist.placements.layouts import Layout, physical
+from jaxdist.placements.model.layouts import Layout, physical
 from jaxdist.runtime.context import Context, divides, machine_of
 from jaxdist.step import batch
 from jaxdist.step.cached_call import CachedCall

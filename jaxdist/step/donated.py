@@ -9,7 +9,7 @@ import jax
 from jaxdist.compilation.calling import Calling
 from jaxdist.compilation.signature import Args, Leaf, leaf_name
 from jaxdist.errors import DonatedError
-from jaxdist.placements.layouts import physical
+from jaxdist.placements.model.layouts import physical
 
 
 class Donation(NamedTuple):

@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist.compilation.signature import NUMBERS, Leaf, is_array, is_keys
-from jaxdist.placements.layouts import Padded, physical
+from jaxdist.placements.model.layouts import Padded, physical
 from jaxdist.step import batch
 
 TypeKey = tuple[tuple[int, ...], np.dtype | type, bool, int | None]  # shape, dtype, weak_type, rows of all ranks

@@ -15,8 +15,19 @@ from jaxdist.agreement.calls import Rows
 from jaxdist.agreement.description import grouped, listed
 from jaxdist.compilation.signature import NUMBERS, Leaf, Signature, is_keys
 from jaxdist.mesh import AXIS, GROUP, NAMES, data_size, from_host, in_a_row, rows_by_rank
-from jaxdist.placements.layouts import HOST, Cut, Layout, Padded, copied, layout, of_batch, on_host, physical, sharding
-from jaxdist.placements.values import is_narrow
+from jaxdist.placements.model.layouts import (
+    HOST,
+    Cut,
+    Layout,
+    Padded,
+    copied,
+    layout,
+    of_batch,
+    on_host,
+    physical,
+    sharding,
+)
+from jaxdist.placements.model.values import is_narrow
 from jaxdist.runtime.context import Context
 from jaxdist.step import batch
 from jaxdist.step.batch_parts import BatchParts, Device, local_slices

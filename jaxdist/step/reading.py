@@ -23,7 +23,7 @@ from jaxdist.compilation.signature import (
     with_constants,
 )
 from jaxdist.errors import in_words
-from jaxdist.placements.layouts import Layout, Padded, of_batch
+from jaxdist.placements.model.layouts import Layout, Padded, of_batch
 from jaxdist.step import batch
 from jaxdist.step.placer import Placer
 from jaxdist.text import name_of

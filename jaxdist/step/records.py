@@ -11,7 +11,7 @@ from jaxdist.compilation.calling import Settings
 from jaxdist.compilation.program import Program
 from jaxdist.compilation.signature import Leaf, Signature
 from jaxdist.ir.fingerprint import checksum, on_host, type_text
-from jaxdist.placements.layouts import Padded, physical
+from jaxdist.placements.model.layouts import Padded, physical
 from jaxdist.runtime.compiler import settings as settings_of_jax
 from jaxdist.step import batch
 from jaxdist.step.leaves import spans

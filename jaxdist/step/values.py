@@ -12,7 +12,7 @@ from jaxdist.compilation.placed import PlacedStep
 from jaxdist.compilation.program import ProgramCache
 from jaxdist.compilation.signature import Leaf, Signature, is_keys
 from jaxdist.mesh import AXIS
-from jaxdist.placements.layouts import physical
+from jaxdist.placements.model.layouts import physical
 from jaxdist.step import batch
 from jaxdist.step.leaves import spans
 from jaxdist.step.placer import Placer

@@ -625,6 +625,20 @@ def fourier_layer(p: Any, batch: Any) -> Any:
     return jnp.mean((h @ p["out"] - batch["rewards"][:, :, None]) ** 2), {"power": power, "spectrum": spectrum}
 
 
+@fitted(ADAM, _params(184, low=(6, 2), high=(2, 6), ring=(6,), scale=(1, 6), rates=(2,), gains=(2, 3), table=(4, 1)))
+def built_weights(p: Any, batch: Any) -> Any:
+    """Weights made of smaller parameters: of low rank, circulant, scaled, a long kernel, a table of distances."""
+    fixed, step = np.cos(np.arange(36.0)).reshape(6, 6), np.arange(6)
+    ring = p["ring"][(step[:, None] - step) % 6]
+    h = jnp.tanh(batch["x"] @ (fixed + p["low"] @ p["high"])) @ ring @ (fixed * p["scale"] / (1 + p["scale"] ** 2))
+    kernel = jnp.exp(-np.arange(5.0)[:, None] * jax.nn.softplus(p["rates"])) @ p["gains"]
+    mixed = jnp.fft.rfft(batch["series"], n=10, axis=1) * jnp.fft.rfft(kernel, n=10, axis=0)
+    far = jnp.abs(step[:5, None] - step[:5]).clip(0, 3)
+    near = jax.nn.softmax(jnp.einsum("btc,bsc->bts", batch["series"], batch["series"]) + p["table"][far, 0])
+    series = jnp.fft.irfft(mixed, n=10, axis=1)[:, :5] + near @ batch["series"]
+    return jnp.mean((h - batch["y"]) ** 2) + jnp.mean((series.sum(-1) - batch["rewards"]) ** 2), {"near": near}
+
+
 @fitted(ADAM, jax.tree.map(lambda *leaves: np.stack(leaves), *[_mlp_params(186 + i) for i in range(3)]))
 def ensemble(p: Any, key: Any, batch: Any) -> Any:
     """Members in a leading axis by vmap, each with a random choice of the examples; they disagree in the aux."""

@@ -206,6 +206,19 @@ REDUCTIONS: dict[str, Operation] = {
     "cumulative": lambda w, b: [f(b["x"], a) for f in (jnp.cumsum, jnp.cumprod) for a in (0, 1)],
     "more cumulative": lambda w, b: [
         lax.cummax(b["x"], 0), lax.cummin(b["x"], 1, reverse=True), lax.cumlogsumexp(b["x"], 0), lax.cumsum(b["i"], 0)],
+    "so far, along the batch": lambda w, b: [
+        f(x, axis=0, reverse=back) for f in (lax.cumsum, lax.cumprod, lax.cummax, lax.cummin)
+        for x in (b["x"], 1 + b["y"] ** 2, -1 - b["y"] ** 2, b["i"], b["c"][:, :1].real) for back in (False, True)]
+        + [lax.cumlogsumexp(b["x"], 0, reverse=back) for back in (False, True)]
+        + [jax.grad(lambda x: jnp.sin(jnp.cumsum(x, 0)).sum())(b["x"]), jnp.cumsum(b["c"], 0)],
+    "differences of neighbors": lambda w, b: [
+        jnp.diff(b["x"], axis=0), jnp.diff(b["x"], n=2, axis=0), jnp.diff(b["i"]), jnp.unwrap(3 * b["x"], axis=0),
+        jnp.diff(b["x"], axis=0, prepend=0.0, append=w["v"][None]), jnp.diff(b["z"], axis=0).sum(0),
+        jax.grad(lambda x: jnp.sin(jnp.diff(x, axis=0)).sum())(b["x"]), b["x"][:-1].max(0), b["x"][1:].min(0),
+        jax.grad(lambda x: jnp.sin(jnp.unwrap(3 * x, axis=0)).sum())(b["x"]), jnp.diff(b["x"], axis=0)[::-1],
+        lax.pad(b["y"], 7.0, ((1, 0, 0), (0, 1, 1))).max(0), lax.pad(b["x"], 9.0, ((0, 1, 0), (0, 0, 0))).min(0),
+        jnp.concatenate([w["w"][:1], b["x"]]), jnp.concatenate([b["x"][1:], w["w"][:1]]), b["x"][:2], b["x"][-1:],
+        jax.grad(lambda x: jnp.sin(x[:1]).sum())(b["x"]), (b["x"] > 0)[1:], b["x"].astype(jnp.bfloat16)[1:].sum(0)],
     "sort": lambda w, b: [jnp.sort(b["x"], 0), jnp.sort(b["x"], 1), jnp.argsort(b["x"], 0), jnp.argsort(b["x"], 1)],
     "top k": lambda w, b: [lax.top_k(b["x"], 2), lax.top_k(b["x"].T, 2), lax.top_k(b["y"][:, 0], 3)],
     "approximate top k": lambda w, b: lax.approx_max_k(b["x"], 2),

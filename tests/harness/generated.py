@@ -119,7 +119,7 @@ class Generated:
 
     def run(self) -> None:
         """Compare; at random costs every option of an operation is taken sooner or later."""
-        from jaxdist.placements import options  # private: that each option is exact shows if prices are random
+        from jaxdist.placements.search import options  # private: that each option is exact shows if prices are random
 
         rng, context = random.Random(self.seed), jaxdist.get_context()
         kind, cost = context.kind, options.cost

@@ -37,7 +37,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "seed", "way"), CASES)
 def test_idioms(name: str, seed: int, way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxdist.placements import options  # private: that each option is exact shows if prices are random
+    from jaxdist.placements.search import options  # private: that each option is exact shows if prices are random
 
     rng = random.Random(f"{name}{seed}")
     sizes, level, even = way

@@ -1,5 +1,6 @@
 """`explain` lists what a step sends, to the byte: it is compared with the collectives of the step's own program."""
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from catalogue import flows, idioms, operations, traps
 from harness import oracle
@@ -102,6 +104,71 @@ def test_of_traps() -> None:
 
 
 W, X = jnp.arange(8.0), np.random.default_rng(0).normal(size=(64, 8))
+
+
+N = 32  # features of the batch
+FIXED = np.linspace(-1, 1, N * N).reshape(N, N)
+FAR = np.abs(np.arange(N)[:, None] - np.arange(N)).clip(0, 7)
+
+
+def low_rank(p: Any, x: jax.Array) -> jax.Array:
+    return ((x @ (FIXED + p["a"] @ p["b"])) ** 2).mean()
+
+
+def distances(p: Any, x: jax.Array) -> jax.Array:
+    return (jax.nn.softmax(x[:, :, None] * x[:, None] + p["table"][FAR].transpose(2, 0, 1)[:, None]) ** 2).mean()
+
+
+def long_kernel(p: Any, x: jax.Array) -> jax.Array:
+    kernel = jnp.exp(-np.arange(N)[:, None] * p["rates"]) @ p["gains"]
+    spectrum = jnp.fft.rfft(x, n=2 * N, axis=1)[:, :, None] * jnp.fft.rfft(kernel, n=2 * N, axis=0)
+    return (jnp.fft.irfft(spectrum, n=2 * N, axis=1) ** 2).mean()
+
+
+def recurrent(p: Any, x: jax.Array) -> jax.Array:
+    h, _ = jax.lax.scan(lambda h, _: (jnp.tanh(x + h @ p["w"]), None), jnp.zeros_like(x), None, length=9)
+    return (h**2).mean()
+
+
+def settles(p: Any, x: jax.Array) -> jax.Array:
+    """Whose loop ends by itself, and which no derivative is taken of."""
+    w = jax.lax.stop_gradient(p["w"])
+    return (p["w"] * jax.lax.while_loop(lambda h: h.max() > 0.1, lambda h: jnp.tanh(0.1 * h @ w), x).mean(0)).sum()
+
+
+def couples(p: Any, x: jax.Array) -> jax.Array:
+    """All pairs of examples, in each iteration."""
+    y = x * p["scale"]
+    near = lambda f: -jax.nn.logsumexp(f[:, None] + x @ y.T - (y**2).sum(1), axis=0)
+    return jax.lax.scan(lambda f, _: (near(f), None), jnp.zeros(len(x)), None, length=20)[0].mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "level", "most"),
+    [
+        # The gradients of the parameters, not of the weight that they build, and the loss.
+        (low_rank, 0, 1.01), (distances, 0, 1.1), (long_kernel, 0, 1.01),
+        # The weight once in each direction, and its gradient: not in each iteration.
+        (recurrent, 3, 3.01), (settles, 3, 3.1),
+        # The examples and their gradients once; rows of all pairs in each iteration.
+        (couples, 0, 750),
+    ],
+)  # fmt: skip
+def test_what_is_sent_at_most(loss: Callable[..., Any], level: int, most: float) -> None:
+    """Times the bytes of the parameters."""
+    shapes = {"a": (N, 2), "b": (2, N), "table": (8, 2), "rates": (3,), "gains": (3, 2), "w": (N, N), "scale": (N,)}
+    p = {name: 0.1 * jnp.ones(shape) for name, shape in shapes.items() if f'"{name}"' in inspect.getsource(loss)}
+    tx = jaxdist.zero(optax.sgd(0.1), level=level)
+
+    def step(p: Any, opt: Any, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(p, x)
+        updates, opt = tx.update(grads, opt, p)
+        return optax.apply_updates(p, updates), opt, value
+
+    x = np.linspace(-1, 1, 64 * N).reshape(64, N)
+    compare(step, p, tx.init(p), x, devices=4)
+    total = sum(listed(decorated(step, 4), p, tx.init(p), x).values())
+    assert total <= most * sum(leaf.nbytes for leaf in jax.tree.leaves(p)) + 16
 
 
 def test_a_placement_prints() -> None:

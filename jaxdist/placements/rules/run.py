@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist import compat
-from jaxdist.placements.block import Node
-from jaxdist.placements.rules import Factors
-from jaxdist.placements.strategy import DeviceContext
-from jaxdist.placements.values import REPLICATED, Form, Split, wide
+from jaxdist.placements.model.block import Node
+from jaxdist.placements.model.factors import Factors
+from jaxdist.placements.model.strategy import DeviceContext
+from jaxdist.placements.model.values import REPLICATED, Form, Split, wide
 
 
 def run_as_is(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
@@ -68,7 +68,7 @@ class Cut:
         if split.is_padded(device.n):
             for k, dims in enumerate(described.operands):
                 if factor in dims and (described.masked is None or k in described.masked):
-                    xs[k] = device.masked(xs[k], split.along(dims.index(factor)), _identity(kind, xs[k].dtype))
+                    xs[k] = device.masked(xs[k], split.along(dims.index(factor)), identity(kind, xs[k].dtype))
         if kind != "sum":
             return [device.across(x, kind) for x in device.bind(node, xs, params)]
         dtype = device.block.avals[node.outs[0]].dtype
@@ -83,10 +83,10 @@ class Cut:
         return device.bind(node, xs, {**params, "preferred_element_type": wide(dtype)} if preferred else params)
 
 
-def _identity(kind: str, dtype: np.dtype) -> complex | np.ndarray | np.generic:
+def identity(kind: str, dtype: np.dtype) -> complex | np.ndarray | np.generic:
     """Return what leaves a reduction as it is: the value of padding."""
-    if kind == "sum":
-        return 0
+    if kind in ("sum", "product"):
+        return int(kind == "product")
     if jnp.issubdtype(dtype, jnp.bool_):
         return kind in ("and", "min")
     if kind in ("or", "and"):

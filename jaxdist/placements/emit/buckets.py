@@ -21,7 +21,7 @@ from jaxdist.ir.interpreter import contains, has_effect, inlined, live, subjaxpr
 from jaxdist.ir.operations import SHAPE_ONLY
 from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, joined, reduce_shard_p, slices
 from jaxdist.mesh import Axis
-from jaxdist.placements.values import aval_of
+from jaxdist.placements.model.values import aval_of
 
 FUSED = {all_reduce_p, reduce_shard_p, gather_shards_p}
 _MANY = 8  # number of pieces in a bucket from which `_pieces_of_one_kernel` pays off

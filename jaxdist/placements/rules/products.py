@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.mesh import GROUP, SEQUENCE
-from jaxdist.placements.block import TO_A_SUM, Node
-from jaxdist.placements.propagate import RuleContext, alternative
-from jaxdist.placements.rules import Factors
-from jaxdist.placements.strategy import IN_PLACE, Strategy, nbytes
-from jaxdist.placements.values import REPLICATED, Aval, Partial, Placement, Split, form, tile
+from jaxdist.placements.model.block import TO_A_SUM, Node
+from jaxdist.placements.model.factors import Factors
+from jaxdist.placements.model.strategy import IN_PLACE, Strategy, nbytes
+from jaxdist.placements.model.values import REPLICATED, Aval, Partial, Placement, Split, form, tile
+from jaxdist.placements.rules.context import RuleContext, alternative
 
 NAME = "send the examples"  # the name of the option
 

@@ -12,8 +12,8 @@ from jax.extend.core import ClosedJaxpr
 from jaxdist.ir.fingerprint import type_text
 from jaxdist.machine import Link, Machine
 from jaxdist.mesh import Axis
-from jaxdist.placements.block import Block, Node
-from jaxdist.placements.values import REPLICATED, Deferred, Form, Partial, Placement, Split
+from jaxdist.placements.model.block import Block, Node
+from jaxdist.placements.model.values import REPLICATED, Deferred, Form, Partial, Placement, Split
 
 UNKNOWN = (  # the reason to compute an operation whole if it has no description
     "jaxdist does not know this operation. If it is your own, jaxdist.placements.register describes it; "
@@ -23,7 +23,7 @@ IN_PLACE = "instead of a weight, which is larger"  # the reason that batch value
 
 
 class Inference(Protocol):
-    """What rules and searches ask about the axis that a block is placed over (`jaxdist.placements.infer.Infer`)."""
+    """What rules and searches ask about the axis that a block is placed over (`search.infer.Infer`)."""
 
     axis: Axis
     devices: int  # along it
@@ -53,7 +53,7 @@ class Inference(Protocol):
 
 
 class DeviceContext(Protocol):
-    """What a strategy may do on a device as its program is emitted (`jaxdist.placements.emit.Emitter`)."""
+    """What a strategy may do on a device as its program is emitted (`jaxdist.placements.emit.emitter.Emitter`)."""
 
     infer: Inference
     block: Block
@@ -148,7 +148,7 @@ class Propagation:
     messages: list[Message] = field(default_factory=list)  # without those in loops and branches
     reduced_inputs: frozenset[int] = frozenset()  # inputs given as summands and added up inside
     alternatives: "list[tuple[Node, Strategy]]" = field(default_factory=list)  # those not taken by default
-    matrices: int = 0  # the number of components in it (`jaxdist.placements.matrices`)
+    matrices: int = 0  # the number of components in it (`jaxdist.placements.search.matrices`)
 
     def __str__(self) -> str:
         """A line for each operation: results with their placements, operands with their forms, messages."""

@@ -9,9 +9,9 @@ import numpy as np
 
 from jaxdist.ir.operations import CONTRACTION, is_elementwise
 from jaxdist.machine import Machine
-from jaxdist.placements.block import Block, Node
-from jaxdist.placements.strategy import Inference, Propagation, Strategy, itemsize
-from jaxdist.placements.values import Split, local_shape
+from jaxdist.placements.model.block import Block, Node
+from jaxdist.placements.model.strategy import Inference, Propagation, Strategy, itemsize
+from jaxdist.placements.model.values import Split, local_shape
 
 # FLOPs for a matrix, divided by both dimensions and the smaller one (Golub and Van Loan, *Matrix Computations*).
 _FACTORIZATION = {

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist import compat
 from jaxdist.mesh import AXIS, GROUP, SEQUENCE, Axis, data_size, in_groups
-from jaxdist.placements.values import REPLICATED, Aval, Placement, Split, is_narrow, tiles
+from jaxdist.placements.model.values import REPLICATED, Aval, Placement, Split, is_narrow, tiles
 
 HOST = "pinned_host"  # JAX's name for host memory that a device accesses directly
 _WORTH_AVOIDING = 0.1  # what a dimension to avoid costs, as a fraction of the leaf that is padding

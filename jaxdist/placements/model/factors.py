@@ -22,7 +22,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from jaxdist.ir.operations import is_elementwise
-from jaxdist.placements.values import Split
+from jaxdist.placements.model.values import Split
 
 Dims = tuple[int | None, ...]
 Params = Mapping[str, Any]  # of an equation

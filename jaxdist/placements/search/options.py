@@ -7,12 +7,14 @@ the next. So operations switch in groups. Tries are counted, not timed, so that 
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
-from jaxdist.placements.block import TO_A_SUM, Block, Classes, Node
-from jaxdist.placements.cost import cost, descend
-from jaxdist.placements.marks import used_in_slices
-from jaxdist.placements.propagate import Choice, propagate
-from jaxdist.placements.strategy import Inference, Propagation
-from jaxdist.placements.values import REPLICATED, Partial, Placement
+from jaxdist.placements.model.block import TO_A_SUM, Block, Classes, Node
+from jaxdist.placements.model.cost import cost, descend
+from jaxdist.placements.model.strategy import Inference, Propagation, nbytes
+from jaxdist.placements.model.values import REPLICATED, Partial, Placement
+from jaxdist.placements.propagate import propagate
+from jaxdist.placements.rules.context import Choice
+from jaxdist.placements.rules.summands import passes
+from jaxdist.placements.search.marks import used_in_slices
 
 _OPERATIONS, _FEWEST = 30_000, 8  # limit on walks of a block: fewer the more operations it has, down to a minimum
 _SURE = 1 / 5  # extra weight of messages that only a switched option sends; estimates are not more accurate
@@ -51,6 +53,7 @@ def _together(chosen: Sequence[Choice]) -> Choice:
     return Choice(
         {node: name for choice in chosen for node, name in choice.names.items()},
         {i: split for choice in chosen for i, split in choice.slices.items()},
+        frozenset[int]().union(*(choice.later for choice in chosen)),
     )
 
 
@@ -83,7 +86,33 @@ def _groups(infer: Inference, default: Propagation) -> list[Choice]:
     choices = [Choice(names) for names in groups.values()]
     if slices := used_in_slices(infer, default):
         choices.append(Choice(slices=slices))
+    if later := _added_up_later(infer, default):
+        choices.append(Choice(later=later))
     return choices
+
+
+def _added_up_later(infer: Inference, default: Propagation) -> frozenset[int]:
+    """Return summands that lead to smaller sums: the gradient of a weight that is built from smaller parameters.
+
+    For ``W + A @ B`` of shapes (n, n), (n, r) and (r, n), the gradient of the whole has n² entries, and what is made of
+    it 2nr. So both products take it as summands, and their results are added up.
+    """
+    block, marked = default.block, infer.marked(default.block)
+    kept = {*block.outputs, *marked}
+    # For each value that may stay summands: the bytes that are added up in its place, and the values that then stay so.
+    less = dict[int, tuple[int, frozenset[int]]]()
+    for o in (o for node in reversed(block.nodes) for o in node.outs if o not in kept):
+        users = [block.nodes[k] for k in block.users.get(o, ())]
+        placements = [[default.placements[i] for i in user.ins] for user in users]
+        if not all(passes(block, user, o, ins) for user, ins in zip(users, placements, strict=True)):
+            continue
+        results = [less.get(user.outs[0], (nbytes(block.avals[user.outs[0]]), frozenset[int]())) for user in users]
+        size = sum(size for size, _ in results)
+        if size <= nbytes(block.avals[o]):
+            less[o] = size, frozenset({o}).union(*(later for _, later in results))
+    reduced = {message.value for message in default.messages if message.kind in ("all-reduce", "reduce-scatter")}
+    smaller = (less[i] for i in sorted(reduced & less.keys()) if less[i][0] < nbytes(block.avals[i]))
+    return frozenset[int]().union(*(later for _, later in smaller))
 
 
 def _ties(block: Block, node: Node) -> list[Hashable]:

@@ -17,7 +17,7 @@ from jaxdist.errors import StepError
 from jaxdist.ir.interpreter import Interpreter, called, inlined, live, renamed
 from jaxdist.ir.primitives import shard_p
 from jaxdist.mesh import Axis
-from jaxdist.placements.values import aval_of
+from jaxdist.placements.model.values import aval_of
 
 _STAGES = 16  # approximate number of stages, given enough leaves. Two or three are on the device at a time
 

@@ -16,12 +16,12 @@ from jaxdist.ir.fingerprint import moves
 from jaxdist.ir.interpreter import CHECKPOINT, CONTROL_FLOW, INLINED, Interpreter, axes_of, bodies, groups_of, walk
 from jaxdist.ir.wire import kind_of, runs, whole_bytes
 from jaxdist.mesh import AXIS, GROUP, Axis
-from jaxdist.placements.block import Node
-from jaxdist.placements.loops import bound, inside, join, throughout
-from jaxdist.placements.propagate import RuleContext, refuse, resolved, special
-from jaxdist.placements.strategy import DeviceContext, Propagation, Sends, Strategy, nbytes, sliced
-from jaxdist.placements.summands import is_zero
-from jaxdist.placements.values import REPLICATED, Partial, Placement, Replicated, Split, form, is_narrow
+from jaxdist.placements.model.block import Node
+from jaxdist.placements.model.strategy import DeviceContext, Propagation, Sends, Strategy, nbytes, sliced
+from jaxdist.placements.model.values import REPLICATED, Partial, Placement, Replicated, Split, form, is_narrow
+from jaxdist.placements.rules.context import RuleContext, refuse, resolved, special
+from jaxdist.placements.rules.loops import bound, inside, join, throughout
+from jaxdist.placements.rules.summands import is_zero
 
 
 @special("cond")

@@ -14,12 +14,12 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxdist.machine import VIRTUAL, Machine
 from jaxdist.mesh import MODEL, Axis
-from jaxdist.placements.block import Block, Node, flatten
-from jaxdist.placements.marks import marked
-from jaxdist.placements.options import best
-from jaxdist.placements.owners import with_owners
-from jaxdist.placements.strategy import Propagation, itemsize, nbytes
-from jaxdist.placements.values import Form, Partial, Placement, Split, form, tile, wide
+from jaxdist.placements.model.block import Block, Node, flatten
+from jaxdist.placements.model.strategy import Propagation, itemsize, nbytes
+from jaxdist.placements.model.values import Form, Partial, Placement, Split, form, tile, wide
+from jaxdist.placements.search.marks import marked
+from jaxdist.placements.search.options import best
+from jaxdist.placements.search.owners import with_owners
 
 
 class Infer:
@@ -106,6 +106,8 @@ class Infer:
             scattered = isinstance(target, Split) and self.slices(placement, target, aval)
             return "reduce-scatter" if scattered else "all-reduce"
         if isinstance(placement, Split) and not placement.whole and form(placement) != target:
+            if isinstance(target, Partial) and placement.outer == 1:
+                return ""  # a slice among zeros is a summand
             if isinstance(target, Split) and self.slices(placement, target, aval):
                 return "all-to-all"
             return "all-gather"

@@ -16,9 +16,19 @@ from jaxdist.communicators import exchange
 from jaxdist.ir.operations import SHAPE_ONLY
 from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, reduce_shard_p
 from jaxdist.mesh import NAMES
-from jaxdist.placements.block import Node
-from jaxdist.placements.strategy import Inference, Propagation
-from jaxdist.placements.values import REPLICATED, Form, Partial, Replicated, Split, form, is_narrow, local_shape, wide
+from jaxdist.placements.model.block import Node
+from jaxdist.placements.model.strategy import Inference, Propagation
+from jaxdist.placements.model.values import (
+    REPLICATED,
+    Form,
+    Partial,
+    Replicated,
+    Split,
+    form,
+    is_narrow,
+    local_shape,
+    wide,
+)
 
 
 class Emitter:
@@ -81,7 +91,11 @@ class Emitter:
         if target in forms:
             return forms[target]
         if isinstance(target, Partial):
-            forms[target] = self._counted_once(self.take(i, REPLICATED))
+            split = next((f for f in forms if isinstance(f, Split) and f.outer == 1), None)
+            if split is not None and REPLICATED not in forms:
+                forms[target] = self._among_zeros(forms[split], split)
+            else:
+                forms[target] = self._counted_once(self.take(i, REPLICATED))
             return forms[target]
         if i in self._makers:
             make, node = self._makers[i]
@@ -186,6 +200,13 @@ class Emitter:
         x = x.astype(wide(x.dtype))
         nothing = -jnp.zeros_like(x)  # -0.0 changes no number
         return jnp.where(self.index == 0, x, nothing)
+
+    def _among_zeros(self, x: Any, split: Split) -> Any:
+        """Turn a slice into a summand: the slice in its place."""
+        shape = [split.chunk * self.n if d == split.dim else size for d, size in enumerate(x.shape)]
+        whole = -jnp.zeros(shape, wide(x.dtype))
+        whole = lax.dynamic_update_slice_in_dim(whole, x.astype(whole.dtype), self.index * split.chunk, split.dim)
+        return lax.slice_in_dim(whole, 0, split.size, axis=split.dim)
 
     @functools.cached_property
     def index(self) -> Any:

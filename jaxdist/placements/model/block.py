@@ -15,8 +15,8 @@ from jaxdist import compat
 from jaxdist.errors import JaxdistError
 from jaxdist.ir.interpreter import CONTROL_FLOW, called, has_effect
 from jaxdist.ir.operations import ADDITION, CONTRACTION, LINEAR, SHAPE_ONLY
-from jaxdist.placements import rules
-from jaxdist.placements.values import Aval, Number, aval_of
+from jaxdist.placements.model import factors
+from jaxdist.placements.model.values import Aval, Number, aval_of
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class Node:
     outs: tuple[int, ...]  # the numbers of its results
     backward: bool  # differentiation made it
     calls: tuple[JaxprEqn, ...] = ()  # the calls that it was inlined from, outermost first
-    described: list[rules.Factors | None] = field(default_factory=list, init=False)  # its factors, once requested
+    described: list[factors.Factors | None] = field(default_factory=list, init=False)  # its factors, once requested
     # its strategies, by its operands' placements: propagations of a block differ in few operations
     strategies: dict[Any, Any] = field(default_factory=dict, init=False)
 
@@ -145,13 +145,13 @@ class Block:
     def shapes(self, values: Sequence[int]) -> list[tuple[int, ...]]:
         return [self.avals[i].shape for i in values]
 
-    def factors(self, node: Node) -> rules.Factors | None:
+    def factors(self, node: Node) -> factors.Factors | None:
         """Return the loops of an operation."""
         if not node.described:
             shapes = self.shapes(node.ins), self.shapes(node.outs)
             # Draws for one of several keys may depend on the others.
             known = node.name not in _DRAWS or compat.draws_by_key(self.avals[node.ins[0]].dtype)
-            node.described.append(rules.factors(node.eqn.primitive, node.eqn.params, *shapes) if known else None)
+            node.described.append(factors.factors(node.eqn.primitive, node.eqn.params, *shapes) if known else None)
         return node.described[0]
 
     def new(self, aval: Aval) -> int:

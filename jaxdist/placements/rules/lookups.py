@@ -10,13 +10,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.placements.block import Node
-from jaxdist.placements.propagate import RuleContext, special
-from jaxdist.placements.rules import FACTORS
-from jaxdist.placements.run import run_as_is
-from jaxdist.placements.strategy import DeviceContext, Strategy, nbytes
-from jaxdist.placements.summands import is_zero
-from jaxdist.placements.values import REPLICATED, Deferred, Form, Partial, Placement, Replicated, Split, form, is_wide
+from jaxdist.placements.model.block import Node
+from jaxdist.placements.model.factors import FACTORS
+from jaxdist.placements.model.strategy import DeviceContext, Strategy, nbytes
+from jaxdist.placements.model.values import (
+    REPLICATED,
+    Deferred,
+    Form,
+    Partial,
+    Placement,
+    Replicated,
+    Split,
+    form,
+    is_wide,
+)
+from jaxdist.placements.rules.context import RuleContext, special
+from jaxdist.placements.rules.run import run_as_is
+from jaxdist.placements.rules.summands import is_zero
 
 _MODES = {
     lax.GatherScatterMode.CLIP, lax.GatherScatterMode.FILL_OR_DROP, lax.GatherScatterMode.PROMISE_IN_BOUNDS

@@ -15,13 +15,13 @@ from jax.extend.core import ClosedJaxpr, Primitive
 
 from jaxdist.ir.operations import CONTRACTION
 from jaxdist.machine import Link
-from jaxdist.placements.block import Block, Node
-from jaxdist.placements.cost import seconds, seconds_of
-from jaxdist.placements.marks import asked
-from jaxdist.placements.matrices import Component, bytes_moved, bytes_sent, components, is_whole_work
-from jaxdist.placements.options import best
-from jaxdist.placements.strategy import Inference, Propagation, nbytes
-from jaxdist.placements.values import REPLICATED, Partial, Placement, Split, tile
+from jaxdist.placements.model.block import Block, Node
+from jaxdist.placements.model.cost import seconds, seconds_of
+from jaxdist.placements.model.strategy import Inference, Propagation, nbytes
+from jaxdist.placements.model.values import REPLICATED, Partial, Placement, Split, tile
+from jaxdist.placements.search.marks import asked
+from jaxdist.placements.search.matrices import Component, bytes_moved, bytes_sent, components, is_whole_work
+from jaxdist.placements.search.options import best
 
 Way = Literal["slices", "owners"] | None  # the way to run whole-matrix work; None picks the cheaper one
 

@@ -13,12 +13,12 @@ from jax import lax
 
 from jaxdist.communicators import exchange
 from jaxdist.ir.primitives import joined, slices
-from jaxdist.placements.block import Node
-from jaxdist.placements.emit import Emitter
-from jaxdist.placements.owners import Owned, Work, owners_p
-from jaxdist.placements.propagate import RuleContext, special
-from jaxdist.placements.strategy import DeviceContext, Sends, Strategy
-from jaxdist.placements.values import REPLICATED, Form, Placement, Split, form, local_shape
+from jaxdist.placements.emit.emitter import Emitter
+from jaxdist.placements.model.block import Node
+from jaxdist.placements.model.strategy import DeviceContext, Sends, Strategy
+from jaxdist.placements.model.values import REPLICATED, Form, Placement, Split, form, local_shape
+from jaxdist.placements.rules.context import RuleContext, special
+from jaxdist.placements.search.owners import Owned, Work, owners_p
 
 
 @special(owners_p.name)

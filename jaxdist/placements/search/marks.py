@@ -13,11 +13,11 @@ from jaxdist.ir.interpreter import CONTROL_FLOW, bodies, equations
 from jaxdist.ir.operations import SAME, is_elementwise
 from jaxdist.ir.primitives import shard_p
 from jaxdist.mesh import on_each_host
-from jaxdist.placements.block import Block, Node
-from jaxdist.placements.layouts import Cut, choose
-from jaxdist.placements.run import run_as_is
-from jaxdist.placements.strategy import Inference, Propagation
-from jaxdist.placements.values import REPLICATED, Form, Partial, Split, reshaped
+from jaxdist.placements.model.block import Block, Node
+from jaxdist.placements.model.layouts import Cut, choose
+from jaxdist.placements.model.strategy import Inference, Propagation
+from jaxdist.placements.model.values import REPLICATED, Form, Partial, Split, reshaped
+from jaxdist.placements.rules.run import run_as_is
 
 _KEPT = {"state": 1, "parameter": 3, "requested": 0}  # the level from which an input is in shards
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 from jaxdist.errors import StepError
 from jaxdist.ir.interpreter import CONTROL_FLOW, bodies
-from jaxdist.placements.block import Block, Classes, Node
-from jaxdist.placements.cost import cost, descend
-from jaxdist.placements.infer import Infer
-from jaxdist.placements.strategy import nbytes
-from jaxdist.placements.values import REPLICATED, Placement, form, reshaped, tile
+from jaxdist.placements.model.block import Block, Classes, Node
+from jaxdist.placements.model.cost import cost, descend
+from jaxdist.placements.model.strategy import nbytes
+from jaxdist.placements.model.values import REPLICATED, Placement, form, reshaped, tile
+from jaxdist.placements.search.infer import Infer
 
 _PADDED = 1 / 16  # largest relative growth of a dimension by padding
 # Limit on placements of the step: fewer the more operations it has, down to a minimum.

@@ -10,12 +10,10 @@ from jax.extend.core import jaxpr_as_fun
 
 from jaxdist.ir.interpreter import CONTROL_FLOW, bodies, has_effect, with_bodies
 from jaxdist.ir.operations import ADDITION, FOR_ITSELF
-from jaxdist.placements.block import Block, Node
-from jaxdist.placements.cost import seconds
-from jaxdist.placements.propagate import RuleContext, resolved, special
-from jaxdist.placements.strategy import DeviceContext, Inference, Propagation, Run, Strategy, nbytes, sliced
-from jaxdist.placements.summands import is_zero
-from jaxdist.placements.values import (
+from jaxdist.placements.model.block import Block, Node
+from jaxdist.placements.model.cost import cost, seconds
+from jaxdist.placements.model.strategy import DeviceContext, Inference, Propagation, Run, Strategy, nbytes, sliced
+from jaxdist.placements.model.values import (
     REPLICATED,
     Deferred,
     Form,
@@ -27,9 +25,15 @@ from jaxdist.placements.values import (
     is_wide,
     tile,
 )
+from jaxdist.placements.rules.context import RuleContext, resolved, special
+from jaxdist.placements.rules.summands import is_zero
 
 _ADDS = ADDITION | CONTROL_FLOW | {"sub", "convert_element_type", "select_n"}
 _MOST_ROUNDS = 12
+_HELD = 1 / 10  # of a device's memory may be filled with what is gathered before a loop
+_TRIPS = 2  # assumed of a `while`: fewer would not be a loop
+
+Carried = tuple[Sequence[Placement], Propagation]  # a loop's carries, and its body
 
 
 def inside(p: Placement) -> Placement:
@@ -65,7 +69,7 @@ def _carried(
     carry_inputs: Sequence[int],
     place_body: Callable[[Sequence[Placement]], Propagation],
     used_outside: Callable[[Sequence[Placement]], Collection[int]] = lambda _: (),
-) -> tuple[Sequence[Placement], Propagation]:
+) -> Carried:
     """Place a loop's carries so that an iteration returns them as it took them, and its body.
 
     A carry starts with the strongest claim, and each round weakens those that the body does not keep::
@@ -116,6 +120,32 @@ def _weaker(taken: Placement, returned: Placement, reduced: bool) -> Placement:
     return Partial(returned.gradient, made=False)
 
 
+def _with_constants(
+    infer: Inference, consts: Sequence[Placement], trips: int, resolve: Callable[[Sequence[Placement]], Carried]
+) -> tuple[Sequence[Placement], Carried]:
+    """Place a loop, and gather before it what its iterations would gather anew, if that costs less and memory allows.
+
+    Args:
+      infer: the axis.
+      consts: the placements of the constants, the first inputs of the body.
+      trips: the number of iterations.
+      resolve: places the carries and the body, given the constants.
+    """
+    carry, body = resolve(consts)
+    block, usable = body.block, infer.machine.kind.usable
+    gathered = {block.source(message.value) for message in body.messages if message.kind == "all-gather"}
+    inputs = block.inputs[: len(consts)]
+    before = {i for i, p in zip(inputs, consts, strict=True) if isinstance(p, Split) and i in gathered}
+    sizes = [nbytes(block.avals[i]) for i in inputs if i in before]
+    if before and (not usable or sum(sizes) <= _HELD * usable):
+        whole = [REPLICATED if i in before else p for i, p in zip(inputs, consts, strict=True)]
+        other_carry, other_body = resolve(whole)
+        once = sum(infer.link.seconds("all-gather", size) + infer.link.latency for size in sizes)
+        if once + trips * cost(other_body, infer) < trips * cost(body, infer):
+            return whole, (other_carry, other_body)
+    return consts, (carry, body)
+
+
 def bound(placed: Sequence[Propagation]) -> Run:
     """Return a function that runs control flow with placed bodies."""
 
@@ -146,7 +176,6 @@ def _scan(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
         return strategy
     arrays = body.split(node.ins)[2]
     added_later = ctx.added_up(node).intersection(body.ys)
-    consts: Sequence[Placement] = [throughout(p) for p in consts_in]
     xs = [_unscanned(infer, inside(p), ctx.block.avals[i]) for p, i in zip(xs_in, arrays, strict=True)]
 
     def place(
@@ -158,14 +187,15 @@ def _scan(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
         slices = [replace(p, dim=p.dim - 1) if isinstance(p, Split) else REPLICATED for p in xs]
         return infer.place(block, [*consts, *carry, *slices], wants, _partial_carries(carry) | added_later)
 
-    def resolve(xs: Sequence[Placement]) -> tuple[Sequence[Placement], Propagation]:
+    def resolve(consts: Sequence[Placement], xs: Sequence[Placement]) -> Carried:
         return _carried(block, carry_in, body.carry, lambda carry: place(consts, carry, xs))
 
-    carry, placed = resolve(xs)
+    consts = [throughout(p) for p in consts_in]
+    consts, (carry, placed) = _with_constants(infer, consts, node.trip_count, lambda consts: resolve(consts, xs))
     if over_batch and placed.communicates and _is_little(infer, sum(nbytes(ctx.block.avals[i]) for i in arrays)):
         # Little sequential work: one gather of the batch may cost less than a message per iteration.
         gathered = [p if isinstance(p, Split) and p.of_state else REPLICATED for p in xs]
-        whole_carry, whole = resolve(gathered)
+        whole_carry, whole = resolve(consts, gathered)
         if not whole.communicates and seconds(whole, infer.machine) <= infer.link.latency:
             carry, xs, placed = whole_carry, gathered, whole
     consts, (placed,) = sliced(consts, [placed], lambda cut: [place(cut, carry, xs)])
@@ -271,8 +301,10 @@ def _while(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     def reduced_by_cond(carry: Sequence[Placement]) -> list[int]:
         return [i - test.carry.start for i in place_cond(carry).reduced_inputs]
 
-    init = loop.split(ins)[1]
-    carry, placed = _carried(body, init, loop.carry, lambda carry: place_body(consts, carry), reduced_by_cond)
+    def resolve(consts: Sequence[Placement]) -> Carried:
+        return _carried(body, loop.split(ins)[1], loop.carry, lambda carry: place_body(consts, carry), reduced_by_cond)
+
+    consts, (carry, placed) = _with_constants(infer, consts, _TRIPS, resolve)
     consts, _ = sliced(consts, [placed], lambda cut: [place_body(cut, carry)])
     both = place_cond(carry), place_body(consts, carry, [form(p) for p in carry])
     in_forms = [form(p) for p in (*cond_consts, *consts, *carry)]

@@ -5,11 +5,21 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.ir.operations import ACROSS, ADDITION, LINEAR
-from jaxdist.placements.block import Block, Node
-from jaxdist.placements.run import run_wide
-from jaxdist.placements.strategy import Strategy
-from jaxdist.placements.values import REPLICATED, Deferred, Form, Number, Partial, Placement, Replicated, Split, form
+from jaxdist.ir.operations import ACROSS, ADDITION, CONTRACTION, LINEAR
+from jaxdist.placements.model.block import Block, Node
+from jaxdist.placements.model.strategy import Strategy
+from jaxdist.placements.model.values import (
+    REPLICATED,
+    Deferred,
+    Form,
+    Number,
+    Partial,
+    Placement,
+    Replicated,
+    Split,
+    form,
+)
+from jaxdist.placements.rules.run import run_wide
 
 _LARGE = 2**8  # summands may be larger than their sum, and must not overflow where it does not
 
@@ -22,7 +32,36 @@ def _goes_on(block: Block, node: Node) -> bool:
     return node.backward and node.name in ADDITION and following.name in ADDITION
 
 
-def linear(block: Block, may_stay_partial: frozenset[int], node: Node, ins: Sequence[Placement]) -> Strategy | None:
+# Linear in the first operand, or in either, whatever the other is.
+_IN_THE_FIRST, _IN_EITHER = LINEAR | {"cumsum", "div", "fft"}, ADDITION | CONTRACTION | {"mul", "sub"}
+
+
+def passes(block: Block, node: Node, i: int, ins: Sequence[Placement]) -> bool:
+    """Check whether an operation may take a value as summands if that sends less: each result is a sum, too.
+
+    Other operands must be the same on all devices. Where they are infinite, neither the result nor the sum of results
+    is finite, but one may be NaN where the other is infinite. In 16 bits, summands could overflow where the sum does
+    not.
+    """
+    others = [p for o, p in zip(node.ins, ins, strict=True) if o != i]
+    if len(node.outs) != 1 or len(others) + 1 < len(ins):
+        return False
+    if any(isinstance(p, Split) and not p.of_state for p in others):
+        return False
+    for dtype in (block.avals[i].dtype, block.avals[node.outs[0]].dtype):
+        if not jnp.issubdtype(dtype, jnp.inexact) or dtype.itemsize < 4:
+            return False
+    k = node.ins.index(i)
+    if node.name == "scatter-add":
+        return k == 2 and is_zero(ins[0])
+    if node.name == "pad":
+        return k == 0 and is_zero(ins[1])
+    return node.name in _IN_EITHER or (k == 0 and node.name in _IN_THE_FIRST)
+
+
+def linear(
+    block: Block, may_stay_partial: frozenset[int], later: frozenset[int], node: Node, ins: Sequence[Placement]
+) -> Strategy | None:
     """Apply the operation to summands if the sum of the results is the result for the sum."""
     name, avals = node.name, [block.avals[i] for i in node.ins]
     if len(node.outs) != 1:
@@ -48,8 +87,9 @@ def linear(block: Block, may_stay_partial: frozenset[int], node: Node, ins: Sequ
     elif name in ("add", "sub", "add_any", "concatenate", "dynamic_update_slice", "select_n"):
         terms = range(1 if name == "select_n" else 0, 2 if name == "dynamic_update_slice" else len(ins))
         every = all(partial[k] or is_zero(ins[k]) for k in terms)
-        sliced = any(isinstance(p, Split) and not p.whole for p in (ins[k] for k in terms))
-        ok = every or (not sliced and (node.outs[0] in may_stay_partial or _goes_on(block, node)))
+        splits = [p for p in (ins[k] for k in terms) if isinstance(p, Split) and not p.whole]
+        in_a_loop = node.outs[0] in may_stay_partial and not any(p.of_state or p.outer > 1 for p in splits)
+        ok = every or in_a_loop or (not splits and _goes_on(block, node))
         ok = ok and not any(partial[k] for k in range(len(ins)) if k not in terms)
         in_forms = [Partial(unreduced_axes=unreduced_axes) if k in terms else REPLICATED for k in range(len(ins))]
         gradient = gradient and every  # a term added to a gradient must not lose digits on the wire for it
@@ -58,6 +98,10 @@ def linear(block: Block, may_stay_partial: frozenset[int], node: Node, ins: Sequ
         ok = sum(partial) == 1 and _scales(other, out.dtype)
     elif name == "div":
         ok = partial[0] and not partial[1] and _scales(ins[1], out.dtype, inverse=True)
+    elif name == "scatter-add":
+        ok = out.size <= size and partial == [False, False, True] and passes(block, node, node.ins[2], ins)
+    if not ok and sum(partial) == 1 and (i := node.ins[partial.index(True)]) in later:
+        ok = passes(block, node, i, ins)
     if unreduced_axes:  # other operands may differ across those axes' devices: a position, a slice, a mask
         ok = ok and name not in ACROSS and all(s or _known(p) is not None for s, p in zip(partial, ins, strict=True))
     if not ok:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from jaxdist.ir.interpreter import has_effect
 from jaxdist.ir.operations import CONTRACTION, FOR_ITSELF, LINEAR, is_elementwise
-from jaxdist.placements.block import Block, Classes, Node
-from jaxdist.placements.strategy import Inference, Propagation, Strategy, nbytes
-from jaxdist.placements.values import Partial, Placement, Replicated, Split
+from jaxdist.placements.model.block import Block, Classes, Node
+from jaxdist.placements.model.strategy import Inference, Propagation, Strategy, nbytes
+from jaxdist.placements.model.values import Partial, Placement, Replicated, Split
 
 
 @dataclass(eq=False)

@@ -11,11 +11,11 @@ from jax import lax
 
 from jaxdist import compat
 from jaxdist.ir.primitives import count_p, counts
-from jaxdist.placements.block import Node
-from jaxdist.placements.propagate import RuleContext, special
-from jaxdist.placements.run import make_in_form, make_whole
-from jaxdist.placements.strategy import DeviceContext, Run, Sends, Strategy, nbytes
-from jaxdist.placements.values import REPLICATED, Deferred, Form, Placement, Replicated, Split, form, reshaped
+from jaxdist.placements.model.block import Node
+from jaxdist.placements.model.strategy import DeviceContext, Run, Sends, Strategy, nbytes
+from jaxdist.placements.model.values import REPLICATED, Deferred, Form, Placement, Replicated, Split, form, reshaped
+from jaxdist.placements.rules.context import RuleContext, special
+from jaxdist.placements.rules.run import make_in_form, make_whole
 
 
 @special("reshape")

@@ -1,0 +1,1 @@
+"""One device's program, written as the propagation says."""

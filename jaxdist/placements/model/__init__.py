@@ -1,0 +1,1 @@
+"""What values, operations and strategies are: facts, no decisions."""

@@ -1,0 +1,1 @@
+"""The strategies of an operation, by the placements of its operands."""

@@ -1,0 +1,216 @@
+"""Rules along the batch that need few rows of other devices: sums so far, and shifts by a few rows.
+
+Both keep the slices: before and after, a device has rows ``i * chunk`` to ``(i + 1) * chunk``, and only the last device
+has padding. For two devices::
+
+    x          | a b c d | e f g h |
+    cumsum(x)  | a .. abcd | e .. efgh | plus what the devices before add up to: each sends its last row
+    x[1:]      | b c d e | f g h h |   each device sends its first row to the one before; the last h is padding
+
+The scan in blocks: Blelloch, *Prefix Sums and Their Applications*, CMU-CS-90-190, section 1.2.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeGuard
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.communicators import exchange
+from jaxdist.placements.model.block import Node
+from jaxdist.placements.model.strategy import DeviceContext, Sends, Strategy, itemsize
+from jaxdist.placements.model.values import REPLICATED, Form, Partial, Placement, Split, form, is_wide
+from jaxdist.placements.rules.context import RuleContext, special
+from jaxdist.placements.rules.run import identity
+
+# By operation: the reduction whose identity padding gets, and how two results are joined.
+_SCANS: dict[str, tuple[str, Callable[[jax.Array, jax.Array], jax.Array]]] = {
+    "cumsum": ("sum", lax.add), "cumprod": ("product", lax.mul), "cummax": ("max", lax.max),
+    "cummin": ("min", lax.min), "cumlogsumexp": ("max", jnp.logaddexp),
+}  # fmt: skip
+
+
+@special(*_SCANS)
+def _cumulative(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    """Accumulate a device's rows, and join what those of the devices before (if reversed: behind) come to."""
+    split, aval = ins[0], ctx.block.avals[node.ins[0]]
+    d, is_reversed = node.eqn.params["axis"], node.eqn.params["reverse"]
+    if not _is_batch(split, aval.shape) or split.dim != d or not is_wide(aval.dtype):
+        return None
+    kind, join = _SCANS[node.name]
+
+    def run(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
+        is_padded = split.is_padded(device.n)
+        x = device.masked(xs[0], split, identity(kind, aval.dtype)) if is_padded else xs[0]
+        (here,) = device.bind(node, [x])
+        last = 0 if is_reversed else split.rows - 1
+        totals = device.gather(lax.slice_in_dim(here, last, last + 1, axis=d), d, device.n)
+        (up_to,) = device.bind(node, [totals])
+        neighbor = jnp.clip(device.index + (1 if is_reversed else -1), 0, device.n - 1)
+        joined = join(lax.dynamic_slice_in_dim(up_to, neighbor, 1, d), here)
+        out = jnp.where(device.index == (device.n - 1 if is_reversed else 0), here, joined)
+        # Padding is a copy of the last real row, whose result, from behind, is itself.
+        return [jnp.where(device.real(split, out.ndim), out, xs[0]) if is_reversed and is_padded else out]
+
+    return Strategy([form(split)], [_result(split, split.size)], run, sends=[_rows_sent(ctx, node, d, 1, "all-gather")])
+
+
+@special("slice")
+def _without_ends(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    """Drop a few rows of a batch at its ends, or all but a few."""
+    split, params = ins[0], node.eqn.params
+    if not _is_batch(split, ctx.block.shapes(node.ins)[0]) or (params["strides"] and set(params["strides"]) != {1}):
+        return None
+    d, start = split.dim, params["start_indices"][split.dim]
+    count = params["limit_indices"][d] - start
+
+    def others(x: jax.Array) -> jax.Array:
+        """The slice in all other dimensions."""
+        limits = [n if k == d else params["limit_indices"][k] for k, n in enumerate(x.shape)]
+        return lax.slice(x, [0 if k == d else n for k, n in enumerate(params["start_indices"])], limits)
+
+    if 0 < count <= split.chunk // 2 and is_wide(ctx.block.avals[node.ins[0]].dtype):
+        pick = lambda device, node, xs: [_among_zeros(device, others(xs[0]), split, start, count)]
+        return Strategy([form(split)], [Partial(bits=True)], pick)
+    left = _result(split, count)
+    if count == split.size or not _has_all_devices(ctx, left, start):
+        return None
+    run = lambda device, node, xs: [_repeat_last(device, _shifted(device, others(xs[0]), d, start), left)]
+    return Strategy([form(split)], [left], run, sends=_neighbors(ctx, node, d, start))
+
+
+@special("pad")
+def _with_filled_ends(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    """Fill a few rows at the ends of a batch: the derivative of dropping them."""
+    split, config = ins[0], node.eqn.params["padding_config"]
+    if not _is_batch(split, ctx.block.shapes(node.ins)[0]):
+        return None
+    d = split.dim
+    before, after, between = config[d]
+    longer = _result(split, split.size + before + after)
+    if min(before, after) < 0 or between or before + after == 0 or not _has_all_devices(ctx, longer, before):
+        return None
+
+    def run(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
+        x, filler = xs
+        x = lax.pad(x, filler, [(0, 0, 0) if k == d else sides for k, sides in enumerate(config)])
+        row = _along(device.index * split.chunk + jnp.arange(split.chunk), d, x.ndim)
+        x = jnp.where((row >= before) & (row < before + split.size), _shifted(device, x, d, -before), filler)
+        return [_repeat_last(device, x, longer)]
+
+    return Strategy([form(split), REPLICATED], [longer], run, sends=_neighbors(ctx, node, d, before))
+
+
+@special("concatenate")
+def _with_rows_around(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    """Put a few rows that every device has before or behind a batch."""
+    at = [k for k, p in enumerate(ins) if isinstance(p, Split) and not p.whole]
+    shapes, d = ctx.block.shapes(node.ins), node.eqn.params["dimension"]
+    if len(at) != 1 or not _is_batch(split := ins[k := at[0]], shapes[k]) or d != split.dim:
+        return None
+    before, after = (sum(shape[d] for shape in around) for around in (shapes[:k], shapes[k + 1 :]))
+    longer, last_start = _result(split, split.size + before + after), (ctx.n - 1) * split.chunk
+    if not _has_all_devices(ctx, longer, before) or split.size + before < last_start:
+        return None
+
+    def run(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
+        def put(rows: list[jax.Array], x: jax.Array, position: int, start: int) -> jax.Array:
+            changed = lax.dynamic_update_slice_in_dim(x, lax.concatenate(rows, d), start, d)
+            return jnp.where(device.index == position, changed, x)
+
+        x = _shifted(device, xs[k], d, -before)
+        x = put(xs[:k], x, 0, 0) if before else x
+        x = put(xs[k + 1 :], x, device.n - 1, split.size + before - last_start) if after else x
+        return [_repeat_last(device, x, longer)]
+
+    in_forms: list[Form] = [form(split) if j == k else REPLICATED for j in range(len(ins))]
+    return Strategy(in_forms, [longer], run, sends=_neighbors(ctx, node, d, before))
+
+
+@special("split")
+def _ends_apart(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    """Take a batch apart into its bulk and a few rows before or behind: the derivative of putting them there."""
+    split, sizes, aval = ins[0], node.eqn.params["sizes"], ctx.block.avals[node.ins[0]]
+    if not _is_batch(split, aval.shape) or node.eqn.params["axis"] != split.dim or not is_wide(aval.dtype):
+        return None
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    bulk = max(range(len(sizes)), key=lambda k: sizes[k])
+    left = _result(split, sizes[bulk])
+    if not _has_all_devices(ctx, left, starts[bulk]):
+        return None
+
+    def run(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
+        pairs = zip(starts, sizes, strict=True)
+        parts = [_among_zeros(device, xs[0], split, start, count) for start, count in pairs]
+        parts[bulk] = _repeat_last(device, _shifted(device, xs[0], split.dim, starts[bulk]), left)
+        return parts
+
+    out_placements: list[Placement] = [Partial(bits=True)] * len(sizes)
+    out_placements[bulk] = left
+    return Strategy([form(split)], out_placements, run, sends=_neighbors(ctx, node, split.dim, starts[bulk]))
+
+
+# --- what they have in common
+
+
+def _is_batch(placement: Placement, shape: tuple[int, ...]) -> TypeGuard[Split]:
+    """Check whether a value is split into one run of rows on each device."""
+    return isinstance(placement, Split) and not placement.of_state and placement.outer == 1 and 0 not in shape
+
+
+def _result(split: Split, size: int) -> Split:
+    return replace(split, size=size, whole=False, requested=False)
+
+
+def _has_all_devices(ctx: RuleContext, split: Split, shift: int) -> bool:
+    """Check whether rows move to the next device at most, and each device has some of the result."""
+    return shift < split.chunk and (ctx.n - 1) * split.chunk < split.size <= ctx.n * split.chunk
+
+
+def _rows_sent(ctx: RuleContext, node: Node, d: int, count: int, kind: str) -> Sends:
+    """Return the message in which each device sends some rows."""
+    aval = ctx.block.avals[node.outs[0]]
+    row = math.prod(n for k, n in enumerate(aval.shape) if k != d) * itemsize(aval.dtype)
+    return Sends(kind, ctx.n * count * row)
+
+
+def _neighbors(ctx: RuleContext, node: Node, d: int, count: int) -> list[Sends]:
+    return [_rows_sent(ctx, node, d, count, "permute")] if count else []
+
+
+def _shifted(device: DeviceContext, x: jax.Array, d: int, count: int) -> jax.Array:
+    """Move rows to the front by `count`: the next device's come in; if negative, to the back."""
+    rows = x.shape[d]
+    first, last = (0, count) if count > 0 else (rows + count, rows)
+    pairs = [(i + 1, i) if count > 0 else (i, i + 1) for i in range(device.n - 1)]
+    if not count:
+        return x
+    sent, back = exchange.bits(lax.slice_in_dim(x, first, last, axis=d))
+    came = back(lax.ppermute(sent, device.axis, pairs))
+    if count > 0:
+        return lax.concatenate([lax.slice_in_dim(x, count, rows, axis=d), came], d)
+    return lax.concatenate([came, lax.slice_in_dim(x, 0, rows + count, axis=d)], d)
+
+
+def _repeat_last(device: DeviceContext, x: jax.Array, split: Split) -> jax.Array:
+    """Fill the padding, which only the last device has, with its last real row."""
+    if not split.is_padded(device.n):
+        return x
+    last = split.size - 1 - (device.n - 1) * split.chunk
+    return jnp.where(device.real(split, x.ndim), x, lax.slice_in_dim(x, last, last + 1, axis=split.dim))
+
+
+def _among_zeros(device: DeviceContext, x: jax.Array, split: Split, start: int, count: int) -> jax.Array:
+    """Return rows of the whole where this device has them, and zeros elsewhere."""
+    row = start + jnp.arange(count) - device.index * split.chunk
+    is_here = _along((row >= 0) & (row < split.chunk), split.dim, x.ndim)
+    rows = jnp.take(x, jnp.clip(row, 0, split.chunk - 1), axis=split.dim)
+    return jnp.where(is_here, rows, jnp.zeros((), x.dtype))
+
+
+def _along(x: jax.Array, d: int, rank: int) -> jax.Array:
+    """Let a vector broadcast along one of several dimensions."""
+    return x.reshape([-1 if k == d else 1 for k in range(rank)])

@@ -1,0 +1,273 @@
+"""What a rule may ask, the tables that rules are entered in, and the default strategies."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxdist.errors import StepError
+from jaxdist.ir.operations import SAME_RANK, is_deferrable
+from jaxdist.placements.model import factors, values
+from jaxdist.placements.model.block import Block, Node, added
+from jaxdist.placements.model.factors import Factors
+from jaxdist.placements.model.strategy import UNKNOWN, Inference, Sends, Strategy, nbytes
+from jaxdist.placements.model.values import (
+    REPLICATED,
+    Deferred,
+    Form,
+    Partial,
+    Placement,
+    Replicated,
+    Split,
+    form,
+    tile,
+)
+from jaxdist.placements.rules.run import Cut, make_in_form, make_whole, run_as_is
+from jaxdist.placements.rules.summands import is_zero, linear
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Exceptions to the default strategies of a block."""
+
+    names: Mapping[int, str] = field(default_factory=dict)  # by an operation's id, the alternative that it takes
+    slices: Mapping[int, Split] = field(default_factory=dict)  # of summands to add up
+    later: frozenset[int] = frozenset()  # summands that are added up after the operations that take them
+
+
+DEFAULTS = Choice()
+
+
+Strategies = tuple[Strategy, Sequence[Strategy]]  # the default, and its alternatives
+
+
+class RuleContext:
+    """What a rule may ask: the block, the placements so far, and ways to cut an operation.
+
+    Args:
+      infer: the axis.
+      block: the block that is placed.
+      may_stay_partial: outputs that a surrounding loop adds up.
+      choice: see `propagate`.
+    """
+
+    def __init__(self, infer: Inference, block: Block, may_stay_partial: frozenset[int], choice: Choice):
+        marked = {i: infer.shard(dim, block.avals[i].shape[dim]) for i, dim in infer.marked(block).items()}
+        self.slices: dict[int, Split] = {**choice.slices, **marked}  # of summands, once they are added up
+        self.infer, self.block, self.n = infer, block, infer.devices
+        self.placements: list[Any] = [None] * len(block.avals)  # of each value
+        self.may_stay_partial = added(block, may_stay_partial)
+        self.later = choice.later
+
+    def resolved(self, i: int, placement: Placement) -> Placement:
+        """Add up a summand with several uses once, before them; a moved value at once."""
+        if not isinstance(placement, Partial) or (self.block.uses[i] <= 1 and not placement.bits):
+            return placement
+        if i in self.later and not placement.bits:
+            return placement
+        return self.slices.get(i, REPLICATED)
+
+    def added_up(self, node: Node) -> frozenset[int]:
+        """Return the results that a surrounding loop adds up: they may stay summands."""
+        return frozenset(k for k, o in enumerate(node.outs) if o in self.may_stay_partial)
+
+    # --- one operation
+
+    def strategies(self, node: Node) -> Strategies:
+        """Return the strategies of an operation, given the placements of its operands: a function of the key."""
+        ins = [self.placements[i] for i in node.ins]
+        summands = [i for i, p in zip(node.ins, ins, strict=True) if isinstance(p, Partial)]
+        slices, later = map(self.slices.get, summands), (i in self.later for i in summands)
+        key = (*ins, *slices, *later, *(o in self.may_stay_partial for o in node.outs))
+        if key not in node.strategies:
+            node.strategies[key] = self._strategies(node, ins)
+        return node.strategies[key]
+
+    def _strategies(self, node: Node, ins: list[Placement]) -> Strategies:
+        """Return the default strategy of an operation, and its options."""
+        if unknown := [type(e).__name__ for e in node.eqn.effects if type(e).__name__ not in _EFFECTS]:
+            raise refuse(node, f"its effect ({unknown[0]}) is not possible on several devices")
+        if any(isinstance(p, Partial) for p in ins) and (
+            strategy := linear(self.block, self.may_stay_partial, self.later, node, ins)
+        ):
+            return strategy, ()
+        for k, i in enumerate(node.ins):
+            if isinstance(ins[k], Partial):
+                ins[k] = self.slices.get(i, ins[k])
+        return self._alone(node, ins), [
+            one for rule in ALTERNATIVES.get(node.name, ()) if (one := rule(self, node, ins))
+        ]
+
+    def _alone(self, node: Node, ins: Sequence[Placement]) -> Strategy:
+        """Return the strategy that sends least for an operation alone."""
+        for rule in SPECIAL.get(node.name, ()):
+            if strategy := rule(self, node, ins):
+                return strategy
+        if all(isinstance(p, (Replicated, Deferred)) for p in ins):
+            return self.on_every_device(node, ins)
+        return self.by_factors(node, ins, self.block.factors(node)) or self.whole(node, ins)
+
+    def on_every_device(self, node: Node, ins: Sequence[Placement]) -> Strategy:
+        """Return the strategy of an operation whose operands every device has."""
+        aval = self.block.avals[node.outs[0]] if len(node.outs) == 1 else None
+        entrywise, moves = is_deferrable(node.eqn.primitive), node.name in ("squeeze", "transpose")
+        if aval is not None and aval.ndim and (entrywise or moves):
+            large = [p for p, i in zip(ins, node.ins, strict=True) if self.block.avals[i].ndim]
+            if large and all(isinstance(p, Deferred) for p in large):
+                known = moves or (is_zero(ins[0]) and node.name in ("convert_element_type", "copy", "neg"))
+                const = ins[0].const if known else None  # type: ignore[union-attr]
+                return Strategy([None] * len(ins), [Deferred(const)], make=make_in_form, slicewise=entrywise)
+        if node.name == "random_split" and node.outs:
+            return Strategy([None], [Deferred()], make=make_whole)
+        return Strategy([REPLICATED] * len(ins), [REPLICATED] * len(node.outs), run_as_is)
+
+    def whole(self, node: Node, ins: Sequence[Placement]) -> Strategy:
+        """Compute whole operands on every device; later operations can cut the result for free."""
+        out_placements: list[Placement] = []
+        for o in node.outs:
+            dim = self.batch_dim(node, ins, self.block.avals[o].shape)
+            size = 0 if dim is None else self.block.avals[o].shape[dim]
+            out_placements.append(REPLICATED if dim is None else replace(tile(dim, size, self.n), whole=True))
+        why = "" if all(isinstance(p, (Replicated, Deferred)) for p in ins) else f"{node.name} needs all of it"
+        if why and not (node.name in SPECIAL or factors.is_known(node.eqn.primitive)):
+            why = UNKNOWN
+        if node.eqn.effects:
+            why = f"{node.name} has an effect"
+        return Strategy([REPLICATED] * len(ins), out_placements, run_as_is, why=why)
+
+    def batch_dim(self, node: Node, ins: Sequence[Placement], shape: tuple[int, ...]) -> int | None:
+        """Return the dimension of a result that holds the batch, if it can be cut."""
+        for p, i in zip(ins, node.ins, strict=True):
+            if not isinstance(p, Split) or p.of_state:
+                continue
+            operand_shape = self.block.avals[i].shape
+            dims = [d for d in range(len(shape)) if shape[d] == operand_shape[p.dim]]
+            if node.name == "reshape":
+                dims += values.related(operand_shape, shape, p.dim)
+            elif node.name in SAME_RANK and len(shape) > p.dim:
+                dims.append(p.dim)
+            dims = [d for d in dims if shape[d] >= self.n]
+            # One of k parts of a batch: its examples are in the dimension after the parts.
+            if not dims and node.name in SAME_RANK and p.dim + 1 < len(shape) and shape[p.dim + 1] >= self.n:
+                dims = [p.dim + 1]
+            if dims:
+                return next((d for d in dims if shape[d] % self.n == 0), dims[0])
+        return None
+
+    def by_factors(self, node: Node, ins: Sequence[Placement], described: Factors | None) -> Strategy | None:
+        """Cut along the factor that needs the least communication."""
+        if described is None:
+            return None
+        candidates = self.candidates(node, ins, described)
+        strategies = [(factor, self.cut(node, ins, described, factor, split)) for factor, split in candidates]
+        cuts = [(self._price(node, ins, factor, strategy), strategy) for factor, strategy in strategies if strategy]
+        (bytes_, *_), cheapest = min(cuts, key=lambda priced: priced[0], default=((math.inf,), None))
+        return cheapest if bytes_ < math.inf else None
+
+    def candidates(self, node: Node, ins: Sequence[Placement], described: Factors) -> Sequence[tuple[int, Split]]:
+        """Return factors along which operands are split; batch operands take precedence."""
+        splits: dict[tuple[int, int, int, int], Split] = {}
+        batch = [p for p in ins if isinstance(p, Split) and not p.of_state]
+        for p, dims in zip(ins, described.operands, strict=True):
+            if not isinstance(p, Split) or (batch and p.of_state) or (factor := dims[p.dim]) is None:
+                continue
+            key = (factor, p.size, p.chunk, p.outer)
+            if key not in splits or (splits[key].of_state and not p.of_state):
+                splits[key] = p
+        if not splits and batch:
+            # A gathered operand must not make the rest N-fold: cut values that all devices have.
+            length = {
+                self.block.avals[i].shape[p.dim] for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split)
+            }
+            shape, dims = self.block.avals[node.outs[0]].shape, described.results[0]
+            taken = {factor for operand in described.operands for factor in operand}
+            fits = [(n not in length, factor, n) for n, factor in zip(shape, dims, strict=True)
+                    if factor is not None and factor in taken and n >= self.n]  # fmt: skip
+            other, factor, size = min(fits, key=lambda fit: fit[0], default=(True, 0, 0))
+            if fits and (node.name == "gather" or not other):
+                return [(factor, tile(0, size, self.n))]
+        return [(key[0], splits[key]) for key in sorted(splits)]
+
+    def cut(
+        self, node: Node, ins: Sequence[Placement], described: Factors, factor: int, split: Split
+    ) -> Strategy | None:
+        """Cut an operation along one factor."""
+        kind, out_placements = described.reduced.get(factor), list[Placement]()
+        in_forms: list[Form] = [form(split.along(dims.index(factor))) if factor in dims else REPLICATED
+                             for dims in described.operands]  # fmt: skip
+        if kind is None:
+            if any(factor not in dims for dims in described.results):
+                return None
+            of_state = split.of_state and all(p.of_state for p in ins if isinstance(p, Split))
+            result_split = replace(split, of_state=of_state, requested=False, whole=False)
+            out_placements += [result_split.along(dims.index(factor)) for dims in described.results]
+        elif kind == "sum":
+            if not all(values.is_wide(self.block.avals[o].dtype) for o in node.outs):
+                return None
+            out_placements += [Partial(gradient=node.backward)] * len(node.outs)
+            if described.onto is not None and factor not in described.operands[described.onto]:
+                in_forms[described.onto] = Partial()
+        else:
+            out_placements += [REPLICATED] * len(node.outs)
+        run = Cut(described, factor, split, kind)
+        sends = () if kind in (None, "sum") else [self._combined(kind, o) for o in node.outs]
+        return Strategy(in_forms, out_placements, run, sends=sends)
+
+    def _combined(self, kind: str, o: int) -> Sends:
+        """Return the collective that reduces a result with max, min, and, or or (`Emitter.across`)."""
+        aval = self.block.avals[o]
+        if aval.dtype == bool:
+            return Sends("all-reduce", 4 * aval.size)
+        if kind in ("max", "min") and not jnp.issubdtype(aval.dtype, jnp.complexfloating):
+            return Sends("all-reduce", nbytes(aval))
+        return Sends("all-gather", self.n * nbytes(aval))
+
+    def _price(self, node: Node, ins: Sequence[Placement], factor: int, strategy: Strategy) -> tuple[float, int, int]:
+        """Return the bytes that a device sends for a cut, and what decides among equals."""
+        avals, link, run = self.block.avals, self.infer.link, strategy.run
+        assert isinstance(run, Cut)
+        moved = sum(self.infer.sent(p, to or REPLICATED, avals[i])
+                    for p, to, i in zip(ins, strategy.in_forms, node.ins, strict=True))  # fmt: skip
+        if run.kind is None:
+            return moved, 0, factor
+        sent = link.sent("all-reduce", sum(nbytes(avals[o]) for o in node.outs))
+        whole = sum(nbytes(avals[i]) for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split))
+        if run.split.of_state and sent > moved + 2 * link.sent("all-gather", whole):
+            return math.inf, 1, factor  # gathering the stored operand is cheaper than reducing the result
+        return moved + sent, 1, factor
+
+
+_EFFECTS = {"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect", "CallbackEffect",
+            "UnorderedCallbackEffect", "_UnorderedIOEffect", "_OrderedIOEffect"}  # fmt: skip
+
+
+Special = Callable[[RuleContext, Node, Sequence[Placement]], Strategy | None]
+SPECIAL: dict[str, list[Special]] = {}  # rules of operations that need more than factors, which apply if all give None
+ALTERNATIVES: dict[str, list[Special]] = {}  # rules for options next to the default, with names; `options` decides
+
+
+def _enter(table: dict[str, list[Special]], *names: str) -> Callable[[Special], Special]:
+    """Return a decorator that adds a rule to a table."""
+
+    def enter(rule: Special) -> Special:
+        for name in names:
+            table.setdefault(name, []).append(rule)
+        return rule
+
+    return enter
+
+
+special, alternative = functools.partial(_enter, SPECIAL), functools.partial(_enter, ALTERNATIVES)
+
+
+def refuse(node: Node, why: str) -> StepError:
+    """Return an error that names the operation and the user's line."""
+    return StepError(f"{node.name} at {node.line or 'an unknown line'}: {why}")
+
+
+def resolved(placement: Placement) -> Placement:
+    """Return the placement of a value passed into control flow: a deferred one is made whole."""
+    return Replicated(placement.const) if isinstance(placement, Deferred) else placement

@@ -1,0 +1,1 @@
+"""The choice among strategies: slices of state, owners, and the model's axes, by their cost."""
