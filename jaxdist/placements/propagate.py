@@ -43,18 +43,19 @@ def propagate(
     reduced_inputs = _place_inputs(ctx, in_placements)
     strategies, alternatives, summands = list[Strategy](), list[tuple[Node, Strategy]](), dict[int, Partial]()
     for node in block.nodes:
-        with node.named_in_errors():
-            default, others = ctx.strategies(node)
-        strategy = next((other for other in others if other.name == choice.names.get(id(node))), default)
+        strategy, others = ctx.strategies(node)
+        if others:
+            strategy = next((other for other in others if other.name == choice.names.get(id(node))), strategy)
+            alternatives += [(node, other) for other in others]
         strategies.append(strategy)
-        alternatives += [(node, other) for other in others]
         for i, target in zip(node.ins, strategy.in_forms, strict=True):
-            if target is None or target is ctx.placements[i]:
+            if target is None or not isinstance(ctx.placements[i], (Split, Partial)):
                 continue
             if isinstance(ctx.placements[i], Partial) and not isinstance(target, Partial) and i in block.input_index:
                 reduced_inputs.add(block.input_index[i])
             messages.reshard(node, i, target, strategy.why or strategy.instead)
-        messages.sent_by(node, strategy)
+        if strategy.sends:
+            messages.sent_by(node, strategy)
         for k, (i, placement) in enumerate(zip(node.outs, strategy.out_placements, strict=True)):
             ctx.placements[i] = placement
             resolved = strategy.out_forms[k] if strategy.out_forms else ctx.resolved(i, placement)

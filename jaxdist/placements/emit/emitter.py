@@ -61,6 +61,9 @@ class Emitter:
             self._backward = node.backward
             if strategy.make is not None:
                 self._makers[node.outs[0]] = strategy.make, node
+                for i, target in zip(node.ins, strategy.in_forms, strict=True):
+                    if target is not None and isinstance(self.placed.placements[i], Partial):
+                        self.take(i, target)  # as propagation says, whatever slices are made of it
                 continue
             with node.named_in_errors():
                 operands = [

@@ -79,12 +79,15 @@ class RuleContext:
     def strategies(self, node: Node) -> Strategies:
         """Return the strategies of an operation, given the placements of its operands: a function of the key."""
         ins = [self.placements[i] for i in node.ins]
-        summands = [i for i, p in zip(node.ins, ins, strict=True) if isinstance(p, Partial)]
-        slices, later = map(self.slices.get, summands), (i in self.later for i in summands)
-        key = (*ins, *slices, *later, *(o in self.may_stay_partial for o in node.outs))
-        if key not in node.strategies:
-            node.strategies[key] = self._strategies(node, ins)
-        return node.strategies[key]
+        key: tuple[object, ...] = tuple(ins)
+        if summands := [i for i, p in zip(node.ins, ins, strict=True) if isinstance(p, Partial)]:
+            key = (*key, *map(self.slices.get, summands), *(i in self.later for i in summands))
+        if self.may_stay_partial:
+            key = (*key, *(o in self.may_stay_partial for o in node.outs))
+        if (known := node.strategies.get(key)) is None:
+            with node.named_in_errors():
+                known = node.strategies[key] = self._strategies(node, ins)
+        return known
 
     def _strategies(self, node: Node, ins: list[Placement]) -> Strategies:
         """Return the default strategy of an operation, and its options."""

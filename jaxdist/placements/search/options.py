@@ -17,6 +17,7 @@ from jaxdist.placements.rules.summands import passes
 from jaxdist.placements.search.marks import used_in_slices
 
 _OPERATIONS, _FEWEST = 30_000, 8  # limit on walks of a block: fewer the more operations it has, down to a minimum
+_DEEPEST = 100  # operations in a row that are followed from a sum
 _SURE = 1 / 5  # extra weight of messages that only a switched option sends; estimates are not more accurate
 
 On = frozenset[int]  # the groups of operations that are switched
@@ -97,22 +98,24 @@ def _added_up_later(infer: Inference, default: Propagation) -> frozenset[int]:
     For ``W + A @ B`` of shapes (n, n), (n, r) and (r, n), the gradient of the whole has n² entries, and what is made of
     it 2nr. So both products take it as summands, and their results are added up.
     """
-    block, marked = default.block, infer.marked(default.block)
-    kept = {*block.outputs, *marked}
-    # For each value that may stay summands: the bytes that are added up in its place, and the values that then stay so.
-    less = dict[int, tuple[int, frozenset[int]]]()
-    for o in (o for node in reversed(block.nodes) for o in node.outs if o not in kept):
-        users = [block.nodes[k] for k in block.users.get(o, ())]
-        placements = [[default.placements[i] for i in user.ins] for user in users]
-        if not all(passes(block, user, o, ins) for user, ins in zip(users, placements, strict=True)):
-            continue
-        results = [less.get(user.outs[0], (nbytes(block.avals[user.outs[0]]), frozenset[int]())) for user in users]
-        size = sum(size for size, _ in results)
-        if size <= nbytes(block.avals[o]):
-            less[o] = size, frozenset({o}).union(*(later for _, later in results))
+    block, kept = default.block, {*default.block.outputs, *infer.marked(default.block)}
+    known = dict[int, tuple[int, frozenset[int]]]()
+
+    def least(i: int, depth: int = _DEEPEST) -> tuple[int, frozenset[int]]:
+        """Return the fewest bytes to add up for a value, and what stays summands for that."""
+        if i not in known:
+            known[i] = nbytes(block.avals[i]), frozenset()
+            users = [block.nodes[k] for k in block.users.get(i, ()) if depth and i not in kept]
+            if users and all(passes(block, user, i, [default.placements[o] for o in user.ins]) for user in users):
+                results = [least(user.outs[0], depth - 1) for user in users]
+                size = sum(size for size, _ in results)
+                if size <= known[i][0]:
+                    known[i] = size, frozenset({i}).union(*(later for _, later in results))
+        return known[i]
+
     reduced = {message.value for message in default.messages if message.kind in ("all-reduce", "reduce-scatter")}
-    smaller = (less[i] for i in sorted(reduced & less.keys()) if less[i][0] < nbytes(block.avals[i]))
-    return frozenset[int]().union(*(later for _, later in smaller))
+    smaller = (least(i)[1] for i in sorted(reduced) if i >= 0 and least(i)[0] < nbytes(block.avals[i]))
+    return frozenset[int]().union(*smaller)
 
 
 def _ties(block: Block, node: Node) -> list[Hashable]:
