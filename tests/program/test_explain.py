@@ -159,7 +159,7 @@ def couples(p: Any, x: jax.Array) -> jax.Array:
         (couples, 0, 12),
     ],
 )  # fmt: skip
-def test_what_is_sent_at_most(loss: Callable[..., Any], level: int, most: float) -> None:
+def test_what_is_sent_at_most(loss: Callable[..., Any], level: Any, most: float) -> None:
     """Times the bytes of the parameters."""
     shapes = {"a": (N, 2), "b": (2, N), "table": (8, 2), "rates": (3,), "gains": (3, 2), "w": (N, N), "scale": (N,)}
     p = {name: 0.1 * jnp.ones(shape) for name, shape in shapes.items() if f'"{name}"' in inspect.getsource(loss)}
