@@ -86,8 +86,8 @@ def raises_in_a_callback() -> None:
 
 
 def runs_out_of_memory() -> None:
-    sorts = jaxdist.data_parallel(lambda w, x: w + jnp.sort(jnp.sin(x.sum() + jnp.arange(5e6)))[:3])
-    for call in range(4):
+    sorts = jaxdist.data_parallel(lambda w, x: w + jnp.sort(jnp.sin(x.sum() + jnp.arange(1e7)))[:3])
+    for call in range(5):
         limits = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (1 << 20 if ODD and call == 2 else limits[0], limits[1]))
         with contextlib.suppress(RuntimeError):  # the script skips the batch
