@@ -36,7 +36,7 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "command", "devices"),
-    [(2, [sys.executable], 8), (3, [*RUN, "3"], 2)],
+    [(2, [sys.executable], 8), (3, [*RUN, "2"], 2)],
     ids=str,
 )
 def test_each_step_has_the_losses_of_one_device(
