@@ -1,6 +1,6 @@
 """The comparison of a new call between ranks, before anything is sent: the step, its arguments, its program."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -56,12 +56,12 @@ def agree(
     program: Traced | None,
     values: Sequence[Any],
     rows: Rows | None,
-    readers: Collection[int],
+    sharers: Sequence[Sequence[int]],
 ) -> list[Sequence[Any]]:
-    """Compare a call with every rank. Of the ranks that pass the same rows, `readers` has one."""
+    """Compare a call with every rank. `sharers` has the ranks that pass the same rows (`DeviceMap.sharers`)."""
     mine = about.fingerprint, program.digest if program else "", rows, values
     everyone = context.control.exchange(tag, mine, context.timeout, what)
-    _check_rows([rows for *_, rows, _ in everyone], readers)
+    _check_rows([rows for *_, rows, _ in everyone], sharers)
     if len({fingerprint for fingerprint, *_ in everyone}) > 1 or about.problem:
         details = context.control.exchange(f"{tag} details", about, context.timeout, about.call)
         raise ValueError(difference(details, _SAME))
@@ -71,12 +71,12 @@ def agree(
     return [values for *_, values in everyone]
 
 
-def _check_rows(everyone: Sequence[Rows | None], readers: Collection[int]) -> None:
+def _check_rows(everyone: Sequence[Rows | None], sharers: Sequence[Sequence[int]]) -> None:
     """Raise `OtherRows` on every rank if some rank assumed other totals than the ranks' rows add up to."""
     found = [rows for rows in everyone if rows is not None]
     if len(found) < len(everyone) or len({tuple(n is None for n in rows.here) for rows in found}) > 1:
         return
-    columns = zip(*(found[rank].here for rank in readers), strict=True)
+    columns = zip(*(found[ranks[0]].here for ranks in sharers), strict=True)
     total = tuple(None if column[0] is None else sum(column) for column in columns)
     if any(rows.total != total for rows in found):
         raise OtherRows(total)

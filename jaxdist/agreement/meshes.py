@@ -6,7 +6,8 @@ import itertools
 from jax.sharding import Mesh
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
-from jaxdist.mesh import along, axes_of_mesh, passes, ranks_of
+from jaxdist.device_map import DeviceMap
+from jaxdist.mesh import along, axes_of_mesh, passes
 from jaxdist.runtime import gloo
 from jaxdist.runtime.context import Context
 
@@ -14,7 +15,7 @@ from jaxdist.runtime.context import Context
 @functools.cache
 def connect(context: Context, mesh: Mesh) -> None:
     """Connect the processes of a mesh along its axes, now that all are here. Every rank calls it."""
-    ranks, names = ranks_of(mesh), [axis.name for axis in passes(mesh)]
+    ranks, names = DeviceMap.of(mesh).processes, [axis.name for axis in passes(mesh)]
     if context.size == 1 or (len(names) < 2 and list(mesh.devices.flat) == context.devices):
         return
     said = f"{dict(mesh.shape)} over the ranks {', '.join(map(str, ranks))}"

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import compat
@@ -22,9 +22,9 @@ from jaxdist.collectives.arguments import checked, describe, each, flat
 from jaxdist.collectives.mpi import HostMpi, reduces
 from jaxdist.communicators import lowering
 from jaxdist.errors import ControlError, in_words
-from jaxdist.mesh import AXIS
+from jaxdist.mesh import AXIS, mesh_of
 from jaxdist.runtime import gloo
-from jaxdist.runtime.context import Context
+from jaxdist.runtime.context import Context, map_of
 
 _ADVICE = "Nothing was sent. Every rank must pass the same shapes and dtypes"
 
@@ -40,7 +40,7 @@ class Outside:
         self._lock = threading.Lock()  # threads must keep one order on all ranks
         self._ledger = ctx.only(Ledger)
         self._planned = functools.lru_cache(maxsize=1024)(self._plan)
-        self._first = {d.process_index: d for d in reversed(ctx.devices)}  # of each process
+        self._first = map_of(ctx.mesh).first_devices
         self._mpi = HostMpi(ctx) if ctx.communicator == "mpi" and ctx.size > 1 else None
 
     @compat.under_no_mesh
@@ -122,7 +122,7 @@ def _program(
     kind: str, options: tuple[tuple[str, Any], ...], devices: tuple[Any, ...], communicator: str
 ) -> tuple[Callable[[Any], Any], Program]:
     """Return a call between devices, for the types of one array; and its program, for each process's arrays."""
-    mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+    mesh = mesh_of({AXIS: -1}, devices)
     if kind == "gather":  # whose zeros, for the others, nobody gets: to choose between floats changes the bits of NaN
         kind, options = "allgather", (("axis", 0),)
     own = NamedSharding(mesh, P())  # a lie that spares a reshape: each device holds its own

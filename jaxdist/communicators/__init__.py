@@ -8,9 +8,10 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxdist import compat
+from jaxdist.device_map import DeviceMap
 from jaxdist.ir.interpreter import Interpreter
 from jaxdist.machine import Machine
-from jaxdist.mesh import axes_of_mesh, ranks_of
+from jaxdist.mesh import axes_of_mesh
 
 Rule = Callable[..., Any]
 Rules = Mapping[str, Rule]
@@ -52,7 +53,7 @@ def lowering(communicator: str | Rules, mesh: Mesh) -> Interpreter:
     if communicator == "mpi":
         from jaxdist.communicators.mpi import MpiLowering
 
-        return MpiLowering(axes_of_mesh(mesh), ranks_of(mesh))
+        return MpiLowering(axes_of_mesh(mesh), DeviceMap.of(mesh).processes)
     if communicator == "lanes":
         from jaxdist.communicators.lanes import LanesLowering
 
@@ -93,5 +94,4 @@ def compiler_options(mesh: Mesh) -> dict[str, Any]:
 
 
 def _over_gloo(mesh: Mesh) -> bool:
-    devices = list(mesh.devices.flat)
-    return devices[0].platform == "cpu" and any(d.process_index != devices[0].process_index for d in devices)
+    return mesh.devices.flat[0].platform == "cpu" and DeviceMap.of(mesh).process_count > 1

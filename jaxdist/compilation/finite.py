@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jaxdist.agreement.description import list_ranks
 from jaxdist.compilation.signature import Leaf, PyTree
+from jaxdist.device_map import DeviceMap
 from jaxdist.errors import StepError
 from jaxdist.ir.primitives import count_p
 from jaxdist.ir.primitives import counts as counts_of
@@ -119,8 +120,8 @@ def examine(names: Sequence[str], counted: jax.Array, mesh: Mesh, prefix: str, k
 
 def _devices(mesh: Mesh, numbers: Sequence[int]) -> str:
     """Devices by their ranks, if a process has one; they are counted in the order of the passes."""
-    devices = mesh.devices.transpose(sorted(range(mesh.devices.ndim), key=lambda k: NAMES.index(mesh.axis_names[k])))
-    ranks = [d.process_index for d in devices.flat]
+    order = sorted(range(mesh.devices.ndim), key=lambda k: NAMES.index(mesh.axis_names[k]))
+    ranks = np.reshape(DeviceMap.of(mesh).processes, mesh.devices.shape).transpose(order).ravel().tolist()
     if len(set(ranks)) == len(ranks):
         return f"on rank {list_ranks([ranks[i] for i in numbers])}"
     one_process = len(set(ranks)) == 1

@@ -34,9 +34,10 @@ from jaxdist.compilation.signature import (
     unflattener,
     with_constants,
 )
+from jaxdist.device_map import DeviceMap
 from jaxdist.ir.trace import inside_step, stepping, trace
 from jaxdist.machine import Machine
-from jaxdist.mesh import AXIS, MODEL, along_data, data_size, in_groups, passes
+from jaxdist.mesh import AXIS, MODEL, data_size, in_groups, passes
 from jaxdist.placements.model.layouts import Cut, Layout, choose, layout, on_host
 from jaxdist.placements.search.infer import Infer
 from jaxdist.placements.search.marks import Marks, group, marks
@@ -121,7 +122,7 @@ def traced(
 
     # How many devices share a leaf of the state, and how many groups of so many there are (`zero(within=)`).
     if shared is None:
-        shared = group(closed, along_data(mesh, machine.hosts))
+        shared = group(closed, DeviceMap.of(mesh, machine.hosts).hosts_of_parts)
     parts = shared or data_size(mesh)
     groups = data_size(mesh) // parts if parts > 1 else 1
     run_mesh = in_groups(mesh, groups)
@@ -190,7 +191,7 @@ def jaxpr_of(
         raise
     # Steps that were written for `jax.pmap` divide by the number of devices themselves.
     if mesh.size > 1 and get_context().is_root:
-        counts = {mesh.size, len(mesh.local_devices), len({d.process_index for d in mesh.devices.flat})} - {1}
+        counts = {mesh.size, len(mesh.local_devices), DeviceMap.of(mesh).process_count} - {1}
         for line, count in {line: count for count, line in divided if count in counts}.items():
             say_once(
                 f"step {name_of(step)!r} divides a sum over the axis {axis!r} by {count:g} at "

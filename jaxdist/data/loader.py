@@ -15,11 +15,12 @@ from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.data.reader import Read, Reader, resumption
 from jaxdist.data.sampling import MOST, Place, Sampling
 from jaxdist.data.sources import Arrays, check_examples, is_stream
+from jaxdist.device_map import DeviceMap, same_rows_somewhere
 from jaxdist.errors import DataError
 from jaxdist.extras import need
-from jaxdist.mesh import Sizes, alike, by_rank
+from jaxdist.mesh import AXIS, Sizes, mesh_of
 from jaxdist.runtime import readers
-from jaxdist.runtime.context import Context, divides, get_context, parts_of
+from jaxdist.runtime.context import Context, divides, get_context, map_of
 from jaxdist.step.batch import batch_part
 from jaxdist.text import say_once
 
@@ -82,7 +83,7 @@ def loader(
     """
     context = get_context()
 
-    def check() -> tuple[Reader, State]:
+    def check() -> tuple[tuple[Reader, DeviceMap], State]:
         need("grain", "jaxdist.loader")
         readers.guard()
         for name, value in {"batch_size": batch_size, "seed": seed, "workers": workers, "prefetch": prefetch}.items():
@@ -90,28 +91,28 @@ def loader(
         if tail not in ("drop", "keep"):
             raise ValueError(f"tail={tail!r}: 'drop' or 'keep'")
         check_examples(source)
-        parts = parts_of(context, mesh)
-        own = by_rank(parts).get(context.rank, ())
+        device_map = map_of(mesh_of(mesh or {AXIS: -1}, context.devices))
         size, seed_ = operator.index(batch_size), operator.index(seed)
         data = Arrays(source) if isinstance(source, np.ndarray | jax.Array | dict | tuple) else source
         streams = is_stream(data)
         length = 1 if streams else len(data)
-        sampling = Sampling(length, size, own, parts, bool(shuffle), seed_, tail == "keep")
+        sampling = Sampling(length, size, device_map.share(context.rank), bool(shuffle), seed_, tail == "keep")
         if streams:
             _check_stream(shuffle, workers)
         else:
             _check_length(sampling, shuffle)
         window = int(shuffle) if streams else None
-        return Reader(data, sampling, window, transform, workers, prefetch, context.size > 1), {
+        reader = Reader(data, sampling, window, transform, workers, prefetch, context.size > 1)
+        return (reader, device_map), {
             "len(source)": None if streams else length, "batch_size": size, "shuffle": shuffle, "seed": seed_,
             "tail": tail, "mesh": dict(mesh.shape) if isinstance(mesh, Mesh) else mesh,
             "the checksum of the first and last example": data.ends() if isinstance(data, Arrays) else 0,
         }  # fmt: skip
 
-    reader = _agree(context, "loader", check)
+    reader, device_map = _agree(context, "loader", check)
     rest = 0 if reader.streams or tail == "drop" else reader.sampling.length % reader.sampling.batch_size
     divides(context, *([rest] if rest else []), reader.sampling.batch_size)
-    return Loader(context, reader)
+    return Loader(context, reader, device_map)
 
 
 class Loader:
@@ -124,8 +125,8 @@ class Loader:
       (2, [[0, 1, 2, 3], [4, 5, 6, 7]], 1)
     """
 
-    def __init__(self, context: Context, reader: Reader):
-        self._context, self._reader = context, reader
+    def __init__(self, context: Context, reader: Reader, device_map: DeviceMap):
+        self._context, self._reader, self._device_map = context, reader, device_map
         self._running: list[Any] = []  # the current iterator, if any, at self._at
         # At exit: before the interpreter drops objects that grain's iterators need to clean up.
         weakref.finalize(self, _close, self._running)
@@ -173,9 +174,9 @@ class Loader:
 
     def _marked(self, read: Read) -> Any:
         """Return a batch, with its size on all ranks where the number of rows does not tell it."""
-        context, parts = self._context, self._reader.sampling.parts
+        context = self._context
         divides(context, read.size)
-        if context.size > 1 and any(alike(read.size, n, parts) for n in context.divided):
+        if context.size > 1 and any(same_rows_somewhere(self._device_map, read.size, n) for n in context.divided):
             return jax.tree.map(lambda x: batch_part(x, read.size), read.batch)
         return read.batch
 

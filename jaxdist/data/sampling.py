@@ -2,12 +2,11 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from jaxdist.mesh import rows_of
+from jaxdist.device_map import Share
 
 EXACT = 1 << 22  # longest epoch ordered by a permutation in memory (32 MiB), not by a hash
 MOST = 1 << 32  # examples that the hash can order
@@ -28,8 +27,7 @@ class Sampling:
 
     length: int  # number of examples in the data set
     batch_size: int  # examples of all ranks per step
-    own: Sequence[int]  # the parts of each batch that this rank reads, in order
-    parts: Sequence[Sequence[int]]  # the ranks that read each part
+    share: Share  # of each batch, that this rank reads
     shuffle: bool  # whether each epoch has its own order
     seed: int  # seed of that order
     keep: bool  # whether to keep the partial last batch
@@ -57,7 +55,7 @@ class Sampling:
 
     def examples(self, epoch: int, position: int) -> np.ndarray:
         """Return the indices of this rank's examples of a batch."""
-        rows = rows_of(self.size(position), self.own, len(self.parts))
+        rows = self.share.rows(self.size(position))
         return self._order(epoch, np.arange(position + rows.start, position + rows.stop))
 
     def _order(self, epoch: int, places: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, MODEL, NAMES, SEQUENCE, Sizes, data_size, in_a_row, mesh_of, on_each_host
 from jaxdist.placements.model.layouts import choose as choose_cut
 from jaxdist.placements.model.layouts import layout as layout_with
-from jaxdist.runtime.context import Context, hosts_of, machine_of
+from jaxdist.runtime.context import Context, machine_of, map_of
 
 
 @dataclass
@@ -149,7 +149,7 @@ def choose(first: Forecast, context: Context) -> ChosenMesh:
             mesh = in_a_row(sharding.mesh)
             if set(mesh.axis_names) <= set(NAMES):
                 return ChosenMesh(mesh, f"{in_words(mesh.shape)}: {first.signature.names[i]} lies in slices on it")
-    in_host = on_each_host(hosts_of(context.mesh)) or 1
+    in_host = on_each_host(map_of(context.mesh).hosts) or 1
     if context.communicator == "mpi":  # which cannot move a batch between meshes
         return ChosenMesh(context.mesh, f"{in_words(context.mesh.shape)}: over MPI a batch stays where it was passed")
     among = list(meshes(len(devices), in_host, first.batch)) or [{AXIS: len(devices)}]

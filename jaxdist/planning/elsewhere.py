@@ -18,11 +18,12 @@ from jax.sharding import Mesh
 
 from jaxdist import compat
 from jaxdist.compilation.calling import AUTO
+from jaxdist.device_map import DeviceMap
 from jaxdist.forecast.ahead import Ahead, Held
 from jaxdist.forecast.choice import Forecast, fastest, meshes
 from jaxdist.ir.wire import Collective
 from jaxdist.machine import VIRTUAL
-from jaxdist.mesh import AXIS, GROUP, Sizes, along_data, axes_of_groups, mesh_of, on_each_host
+from jaxdist.mesh import AXIS, GROUP, Sizes, axes_of_groups, mesh_of, on_each_host
 from jaxdist.placements.search.marks import HOST
 from jaxdist.planning import schedule
 from jaxdist.planning.footprint import readable
@@ -105,7 +106,7 @@ class Elsewhere:
     @property
     def in_host(self) -> int:
         """Return how many devices per host the data axis has, or 0 if all, one, or unequal."""
-        hosts = along_data(self._mesh, self.topology.on)
+        hosts = DeviceMap.of(self._mesh, self.topology.on).hosts_of_parts
         size = on_each_host(hosts)
         return size if 1 < size < len(hosts) else 0
 

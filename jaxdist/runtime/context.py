@@ -20,8 +20,9 @@ from jaxdist.connectors import Connector
 from jaxdist.control import failfast
 from jaxdist.control.channel import Control
 from jaxdist.control.watchdog import Watchdog
+from jaxdist.device_map import DeviceMap
 from jaxdist.machine import Kind, Machine, kind_of
-from jaxdist.mesh import Sizes, by_rank, mesh_of, parts_of_batch, rows_of
+from jaxdist.mesh import AXIS, Sizes, mesh_of
 from jaxdist.runtime import farewell, in_lanes, start
 
 COMMUNICATORS = ("auto", "xla", "mpi")
@@ -104,8 +105,7 @@ class Context:
         if (total := operator.index(batch_size)) < 0:
             raise ValueError(f"batch_size={batch_size}: expected the number of rows of a batch")
         divides(self, total)
-        parts = parts_of(self, mesh)
-        return rows_of(total, by_rank(parts).get(self.rank, ()), len(parts))
+        return map_of(mesh_of(mesh or {AXIS: -1}, self.devices)).share(self.rank).rows(total)
 
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until every process makes this call.
@@ -248,12 +248,6 @@ def divides(context: Context, *totals: int) -> None:
         context.divided[total] = None
 
 
-def parts_of(context: Context, mesh: Mesh | Sizes | None) -> tuple[tuple[int, ...], ...]:
-    """The processes that pass each part of a batch: of each of the devices along the data axis."""
-    made = mesh_of(mesh, context.devices) if mesh else context.mesh
-    return parts_of_batch(made, in_lanes=context.communicator == "lanes")
-
-
 def started() -> Context | None:
     """The context, if there is one already."""
     return _context
@@ -307,16 +301,16 @@ def _check_same(context: Context, before: tuple[Any, ...], now: tuple[Any, ...])
 def machine_of(mesh: Mesh) -> Machine:
     """The devices of a mesh as placements are priced for them."""
     job = _job_of(mesh)
-    return Machine(job.kind if job else kind_of(mesh.devices.flat[0]), tuple(hosts_of(mesh)))
+    return Machine(job.kind if job else kind_of(mesh.devices.flat[0]), map_of(mesh).hosts)
 
 
-def hosts_of(mesh: Mesh) -> list[Any]:
-    """The host of each device of a mesh, in order; of devices that are not the job's: what JAX calls a process."""
+def map_of(mesh: Mesh) -> DeviceMap:
+    """Where the devices of a mesh are. If they are not the job's, what JAX calls a process counts as a host."""
+    if (job := _job_of(mesh)) is None:
+        return DeviceMap.of(mesh)
     # Lanes are on one host, wherever they are: bits follow from it.
-    job = _job_of(mesh)
-    if job and job.communicator == "lanes":
-        return [job.hosts[0]] * mesh.size
-    return [job.hosts[d.process_index] if job else d.process_index for d in mesh.devices.flat]
+    in_lanes = job.communicator == "lanes"
+    return DeviceMap.of(mesh, [job.hosts[0 if in_lanes else d.process_index] for d in mesh.devices.flat])
 
 
 def _job_of(mesh: Mesh) -> Context | None:

@@ -10,8 +10,7 @@ import time
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from jaxdist import compat
 from jaxdist.connectors import Connector
@@ -19,7 +18,7 @@ from jaxdist.control import rendezvous
 from jaxdist.control.channel import Control
 from jaxdist.control.keys import is_loopback
 from jaxdist.machine import Kind, asked_for, kind_of
-from jaxdist.mesh import AXIS
+from jaxdist.mesh import AXIS, mesh_of
 from jaxdist.runtime import communicator_of, compiler, devices, executables, gloo, in_lanes
 
 _log = logging.getLogger("jaxdist")
@@ -84,7 +83,7 @@ def jax_started(
     if own.over_gloo:
         compat.gloo_at(_reachable_ip(control))
     found = _devices_of_all(control, lanes)
-    mesh = _mesh(found)
+    mesh = mesh_of({AXIS: -1}, found)
     if own.resources.platform == "cpu":
         compat.on_compile(shared, executables.LoweredProgram)
     # Beside MPI only where nothing can stand between: it is for programs of the user's own with XLA's collectives.
@@ -173,11 +172,7 @@ def _alone(control: Control, wanted: str, lanes: int | None) -> Started:
     found = list(jax.local_devices())
     communicator = "lanes" if lanes else communicator_of.alone(wanted, len(found))
     kind = asked_for(found[0].platform) or kind_of(found[0])
-    return found, (socket.gethostname(),), _mesh(found), communicator, kind
-
-
-def _mesh(found: list[Any]) -> Mesh:
-    return Mesh(np.array(found), (AXIS,), axis_types=(AxisType.Auto,))
+    return found, (socket.gethostname(),), mesh_of({AXIS: -1}, found), communicator, kind
 
 
 def _start_distributed(control: Control, local_ids: list[int] | None, timeout: float) -> None:

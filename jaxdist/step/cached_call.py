@@ -54,7 +54,7 @@ class CachedCall:
         """The rows of each leaf, of this rank and of all."""
         here = tuple(map(placer.rows_if_part, leaves))
         totals = {self.data_positions[i]: total for i, total in self.totals.items()}
-        of_all = placer.parts.rows_of_all
+        of_all = placer.device_map.rows_of_all
         return Rows(here, tuple(n if n is None else totals.get(k, of_all(n)) for k, n in enumerate(here)))
 
     def remember(self, leaves: Sequence[Leaf]) -> None:

@@ -20,8 +20,8 @@ from jaxdist.compilation import finite, modules
 from jaxdist.compilation.calling import Settings
 from jaxdist.compilation.program import Pinned, Program, ProgramCache, TraceSettings
 from jaxdist.compilation.signature import Args, Leaf, PyTree, Signature, Structure, flat
+from jaxdist.device_map import same_rows_somewhere
 from jaxdist.errors import in_words
-from jaxdist.mesh import alike as same_rows_somewhere
 from jaxdist.placements import report
 from jaxdist.placements.model.layouts import Layout, physical
 from jaxdist.runtime.context import Context, divides, machine_of
@@ -188,16 +188,15 @@ class Calls:
             return None
         # Of the batches that the job has divided, the latest of which this rank passes so many rows.
         totals = [x.total] if isinstance(x, batch.BatchPart) and x.total else self.context.divided
-        fitting = [n for n in totals if self.placer.rows_here(n) == rows_here]
-        return fitting[-1] if fitting else self.placer.parts.rows_of_all(rows_here)
+        fitting = [n for n in totals if self.placer.share.size(n) == rows_here]
+        return fitting[-1] if fitting else self.placer.device_map.rows_of_all(rows_here)
 
     def _is_ambiguous(self, cached: CachedCall) -> bool:
         """Check whether some rank passes as many rows of another batch as of this one. Every rank finds the same."""
         divided = self.context.divided
         if self._several and cached.sizes_compared != len(divided):
             pairs = itertools.product(cached.unmarked_rows, divided)
-            passed_by = self.placer.parts.passed_by
-            cached.is_ambiguous = any(same_rows_somewhere(n, other, passed_by) for n, other in pairs)
+            cached.is_ambiguous = any(same_rows_somewhere(self.placer.device_map, *pair) for pair in pairs)
             cached.sizes_compared = len(divided)
         return cached.is_ambiguous
 
@@ -300,8 +299,8 @@ class Calls:
         entries = self._entries(signature, data, list(map(self.placer.layout, data)))
         about = Description(f"step {self.name!r}, call {self.number}", tuple(entries))
         checksums = [checksum_of(x, self.placer, is_new or i in misplaced, self._with_bits) for i, x in enumerate(data)]
-        program, readers = cached.program.traced, self.placer.parts.readers
-        by_rank = agree(context, self._tag, about, cached.entry.text, program, checksums, rows, readers)
+        program, sharers = cached.program.traced, self.placer.device_map.sharers
+        by_rank = agree(context, self._tag, about, cached.entry.text, program, checksums, rows, sharers)
         self._compared.add(cached.entry.digest)
         divides(context, *sorted(cached.unmarked_rows))
         differs: DifferingRanks = {}
@@ -327,7 +326,7 @@ class Calls:
         about = Description(f"step {self.name!r}, call {self.number}", problem=in_words(error))
         with contextlib.suppress(ValueError):  # this rank raises its own
             text = f"step {self.name!r}, and an error: {in_words(error)}"
-            agree(self.context, self._tag, about, text, None, (), rows, self.placer.parts.readers)
+            agree(self.context, self._tag, about, text, None, (), rows, self.placer.device_map.sharers)
 
     # --- state that is not on the mesh yet
 

@@ -14,7 +14,8 @@ from jaxdist import compat
 from jaxdist.agreement.calls import Rows
 from jaxdist.agreement.description import grouped, listed
 from jaxdist.compilation.signature import NUMBERS, Leaf, Signature, is_keys
-from jaxdist.mesh import AXIS, GROUP, NAMES, data_size, from_host, in_a_row, rows_by_rank
+from jaxdist.device_map import Device, Share
+from jaxdist.mesh import AXIS, GROUP, NAMES, data_size, from_host, in_a_row
 from jaxdist.placements.model.layouts import (
     HOST,
     Cut,
@@ -28,9 +29,8 @@ from jaxdist.placements.model.layouts import (
     sharding,
 )
 from jaxdist.placements.model.values import is_narrow
-from jaxdist.runtime.context import Context
+from jaxdist.runtime.context import Context, map_of
 from jaxdist.step import batch
-from jaxdist.step.batch_parts import BatchParts, Device, local_slices
 from jaxdist.step.leaves import abstract, sharding_over_any, spans
 
 
@@ -51,8 +51,8 @@ class Placer:
         self.context, self.mesh = context, mesh
         self.input_mesh = input_mesh or mesh  # a process passes the rows of its place on this one
         self.state_sharding = sharding(mesh, None)
-        self.process_count = len({d.process_index for d in mesh.devices.flat})
-        self.parts = BatchParts.on(self.input_mesh)
+        self.device_map = map_of(self.input_mesh)
+        self.process_count, self.share = self.device_map.process_count, self.device_map.share(context.rank)
         self._number = jax.jit(lambda x: x, out_shardings=self.state_sharding)
 
     def layout(self, x: Leaf) -> CurrentLayout:
@@ -103,9 +103,9 @@ class Placer:
     def _check_rows(self, name: str, x: Leaf) -> None:
         """Refuse a part of the batch that has more or fewer rows than this process is to pass."""
         total = self.logical_batch(x).shape[0]
-        if self.process_count == 1 or spans(x) or np.shape(x)[0] == self.rows_here(total):
+        if self.process_count == 1 or spans(x) or np.shape(x)[0] == self.share.size(total):
             return
-        shown = listed(grouped((rows, rank) for rank, rows in rows_by_rank(total, self.parts.passed_by).items()))
+        shown = listed(grouped((share.size(total), rank) for rank, share in self.device_map.shares.items()))
         raise ValueError(
             f"batch leaf {name} has {np.shape(x)[0]} rows on this rank, of {total} on all ranks, which should pass "
             f"{shown}. Take the rows ctx.rows({total}) of the whole batch, or let jaxdist.loader divide it"
@@ -188,17 +188,17 @@ class Placer:
             data = self._shard(jax.random.key_data(x), target, target_sharding, total)
             return jax.random.wrap_key_data(data, impl=str(jax.random.key_impl(x)))
         # Nothing is sent: each process pads what it passes to whole parts, and puts slices of it on its own devices.
-        rows_per_part = -(-total // self.parts.count)
-        rows = rows_per_part * self.parts.count  # with the padding of the last parts
+        rows_per_part = -(-total // self.share.part_count)
+        rows = rows_per_part * self.share.part_count  # with the padding of the last parts
         joined_sharding = target_sharding
         # With mesh="auto" the batch is passed as for a mesh of all devices along data, and moved in a program of all.
         if moves := self.input_mesh != self.mesh:
             joined_sharding = sharding(self.input_mesh, of_batch((rows,), self.input_mesh))
         x = _lengthened(x, [cut for cut in target.cuts if cut.axis != AXIS and not moves])
-        x = _extended(x, [rows_per_part * len(self.parts.here) - x.shape[0], *[0] * (x.ndim - 1)])
+        x = _extended(x, [rows_per_part * len(self.share.parts) - x.shape[0], *[0] * (x.ndim - 1)])
         shape = (rows, *x.shape[1:])
-        slices = local_slices(joined_sharding, shape, rows_per_part, self.parts.here)
-        pieces = [(device, x if entries is None else x[entries]) for device, entries in slices]
+        slices = _local_slices(joined_sharding, shape, self.share)
+        pieces = [(device, x if entries is None else x[entries]) for device, entries in slices.items()]
         shards = [jax.device_put(piece, device) for device, piece in pieces]
         array = jax.make_array_from_single_device_arrays(shape, joined_sharding, shards)
         return _mover(target_sharding, target, (total, *shape[1:]))(array) if moves else array
@@ -210,7 +210,7 @@ class Placer:
         else:
             aval = jax.typeof(physical(x))
             is_global = type(x) is Padded or spans(x)
-            rows = x.shape[0] if is_global else self.parts.rows_of_all(aval.shape[0])
+            rows = x.shape[0] if is_global else self.device_map.rows_of_all(aval.shape[0])
         weak = self.process_count == 1 and type(x) is not Padded and aval.weak_type
         return jax.ShapeDtypeStruct((rows, *x.shape[1:]), aval.dtype, weak_type=weak)
 
@@ -232,13 +232,9 @@ class Placer:
         """Return the leaves, those that would be parts of unequal lengths as `Part`."""
         rows_of_leaves = zip(leaves, rows.here, rows.total, strict=True)
         return [
-            x if here is None or total is None or total == self.parts.rows_of_all(here) else batch.Part(x, total)
+            x if here is None or total is None or total == self.device_map.rows_of_all(here) else batch.Part(x, total)
             for x, here, total in rows_of_leaves
         ]
-
-    def rows_here(self, total: int) -> int:
-        """Return the number of rows of a batch that this process passes."""
-        return rows_by_rank(total, self.parts.passed_by).get(self.context.rank, 0)
 
 
 def without_aliases(state: Sequence[Leaf]) -> list[Leaf]:
@@ -273,6 +269,24 @@ def _mover(target_sharding: NamedSharding, target: Layout, shape: tuple[int, ...
         return _lengthened(x[tuple(map(slice, shape))], target.cuts)
 
     return jax.jit(moved, out_shardings=target_sharding)
+
+
+@functools.lru_cache(1024)
+def _local_slices(
+    joined_sharding: NamedSharding, shape: tuple[int, ...], share: Share
+) -> dict[Device, tuple[slice, ...] | None]:
+    """Return what each device of this process holds of the rows that this process passes; None: all, without a copy.
+
+    JAX tells the slice of the whole batch. With two rows in each of four parts, of which this process passes 2 and 3,
+    the row 6 of the batch is its own row 2.
+    """
+    slices, here = dict[Device, tuple[slice, ...] | None](), share.rows(shape[0])
+    everything = [(0, n) for n in (here.stop - here.start, *shape[1:])]
+    for device, index in joined_sharding.addressable_devices_indices_map(shape).items():
+        (first, end), *others = (s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
+        bounds = [(first - here.start, end - here.start), *others]
+        slices[device] = None if bounds == everything else tuple(slice(*ends) for ends in bounds)
+    return slices
 
 
 def _named(devices: Iterable[Device]) -> str:

@@ -104,7 +104,7 @@ class Reader:
 
         # To know what the step returns it must be traced, and for that the call be read. One process has the whole
         # batch: read as state it has the same shapes. Of several, the parts must be joined first.
-        several = self._placer.parts.count > 1
+        several = len(self._placer.device_map.sharers) > 1
         try:
             returned = self.returned(with_batch(batch.batch_of(arguments) if several else ()), leaves)
         except Exception:

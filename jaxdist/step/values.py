@@ -38,7 +38,7 @@ class ValueCheck:
         """Compare the ranks' values in a new call. Returns whether they confirm the batch."""
         self._check_shared(signature, by_rank)
         parts = [x for x in (leaves[i] for i in signature.batch) if not spans(physical(x))]
-        if self._placer.parts.count == 1 or not any(getattr(x, "size", 1) for x in parts):
+        if len(self._placer.device_map.sharers) == 1 or not any(getattr(x, "size", 1) for x in parts):
             return True
         # What is in parts on several processes has no checksum: it is not known to differ.
         unequal = {i for i in differs if by_rank[0][i] is not None}
@@ -69,7 +69,8 @@ class ValueCheck:
             _log.warning(
                 "step %r: all %d ranks pass the same batch, so each example counts %d times. Give each rank its own "
                 "rows: jaxdist.loader does, or take x[ctx.rows(len(x)%s)]",
-                self.name, context.size, self._placer.parts.count, ", mesh" * (len(self._placer.mesh.shape) > 1),
+                self.name, context.size, len(self._placer.device_map.sharers),
+                ", mesh" * (len(self._placer.mesh.shape) > 1),
             )  # fmt: skip
         self._warned = True
 
@@ -112,7 +113,7 @@ class ValueCheck:
 
     def _check_shared(self, signature: Signature, by_rank: Sequence[Checksums]) -> None:
         """Refuse a batch if ranks with the same part of it pass different values."""
-        for ranks in self._placer.parts.passed_by:
+        for ranks in self._placer.device_map.sharers:
             for i in signature.batch:
                 if others := unlike_the_root([by_rank[rank][i] for rank in ranks]):
                     raise ValueError(

@@ -1,6 +1,7 @@
 """The loaders of a job's ranks, without starting processes."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -10,14 +11,26 @@ import numpy as np
 from jaxdist.data import loader as data  # private: hypothesis runs hundreds of jobs of several ranks in one process
 
 
+@dataclass(frozen=True)
+class Device:
+    """What a mesh and its map ask of a device."""
+
+    id: int
+    process_index: int
+
+
+def devices(processes: int, each: int = 1) -> list[Device]:
+    """The devices of a job with so many in each process."""
+    return [Device(i, i // each) for i in range(processes * each)]
+
+
 def make(source: Any, batch_size: int, rank: int = 0, size: int = 1, prefetch: int = 0, **settings: Any) -> data.Loader:
     """The loader of one rank of several, that finds the others agree."""
     context: Any = SimpleNamespace(
-        rank=rank, size=size, is_root=rank == 0, timeout=1.0, divided={},
+        rank=rank, size=size, is_root=rank == 0, timeout=1.0, divided={}, devices=devices(size),
         control=SimpleNamespace(exchange=lambda name, mine, timeout: [mine] * size),
     )  # fmt: skip
-    parts = mock.patch.object(data, "parts_of", return_value=tuple((rank,) for rank in range(size)))
-    with mock.patch.object(data, "get_context", return_value=context), parts:
+    with mock.patch.object(data, "get_context", return_value=context):
         return data.loader(source, batch_size, prefetch=prefetch, **settings)
 
 
