@@ -36,7 +36,7 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "command", "devices"),
-    [(2, [sys.executable], 8), (3, [*RUN, "3"], 2)],
+    [(2, [sys.executable], 8), (3, [*RUN, "2"], 2)],
     ids=str,
 )
 def test_each_step_has_the_losses_of_one_device(
@@ -48,8 +48,8 @@ def test_each_step_has_the_losses_of_one_device(
 @pytest.mark.slow
 def test_killed_and_resumed_on_fewer_ranks(one_device: dict[int, float], tmp_path: Path) -> None:
     at = 40
-    before = losses([*RUN, "4", DIES, str(at), str(STEPS[3])], tmp_path, fails=True)
+    before = losses([*RUN, "2", DIES, str(at), str(STEPS[3])], tmp_path, fails=True)
     assert list(before) == list(range((at - 1) // BATCHES))
-    after = losses([*RUN, "2", str(STEPS[3])], tmp_path)
+    after = losses([*RUN, "1", str(STEPS[3])], tmp_path)
     assert list(after) == list(range(at // BATCHES, EPOCHS))
     assert before | after == pytest.approx({e: one_device[e] for e in before | after}, rel=1e-3)

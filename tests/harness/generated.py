@@ -42,6 +42,18 @@ def machine(rng: random.Random, kind: Any) -> Any:
     )  # fmt: skip
 
 
+COUNTS = (3, 5, 8)
+"""Pieces of a program, by turns."""
+
+
+def dealt(names: list[str], seed: int) -> list[str]:
+    """The pieces of a seed: all are shuffled and dealt out to one seed after the other, and then again."""
+    turns, turn = divmod(seed, len(COUNTS))
+    first = turns * sum(COUNTS) + sum(COUNTS[:turn])
+    shuffled = lambda pack: random.Random(pack).sample(names, len(names))
+    return [shuffled(k // len(names))[k % len(names)] for k in range(first, first + COUNTS[turn])]
+
+
 class Generated:
     """The program of a seed: what it takes, its pieces, its mesh."""
 
@@ -50,8 +62,7 @@ class Generated:
         self.level: Any
         self.sizes, self.level = rng.choice(MESHES), rng.choice([None, 0, 1, 2, 3])
         rows = rng.choice([4, 5, 7, 8, 12, 13])
-        names = [name for name in PIECES if only in name]
-        self.pieces = [rng.choice(names) for _ in range(rng.choice([3, 5, 8]))]
+        self.pieces = dealt([name for name in PIECES if only in name], seed)
         self.impl = rng.choice(["threefry2x32", "threefry2x32", "rbg", "unsafe_rbg"])
         numbers = np.random.default_rng(seed)
         uniform = lambda *shape: numbers.uniform(-1, 1, shape)

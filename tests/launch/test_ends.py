@@ -85,9 +85,7 @@ def test_signals_end_the_job_without_orphans(
         ("env", "raises", ("rank 1", "ValueError: boom on purpose", "faults.py:")),
         pytest.param("mpirun", "raises", ("rank 1", "ValueError: boom on purpose", "faults.py:"), marks=MPI),
         pytest.param("env", "operation", ("rank 0", "rank 1", "sin", "tanh", "faults.py:"), marks=pytest.mark.slow),
-        pytest.param("env", "order", ("rank 0", "rank 1", "step 'another'"), marks=pytest.mark.slow),
         ("env", "unshards_on_the_root", ("rank 0", "rank 1", "'jaxdist.unshard'", "'inner'", "faults.py:")),
-        pytest.param("mpirun", "leaves_early", ("rank 1", "2 calls", "rank 0"), marks=[MPI, pytest.mark.slow]),
     ],
     indirect=["launcher"],
 )

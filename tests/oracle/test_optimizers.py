@@ -25,7 +25,7 @@ import jaxdist
 FULL = "JAXDIST_FULL" in os.environ
 OTHERS = [name for name in ENTRIES if name in optimizers.OF_MATRICES | optimizers.OF_ALL]
 GROUPS = [(optimizers.FAMILIES, FEW)]
-GROUPS += [([name for name in ENTRIES if name not in OTHERS][i::8], FEW) for i in range(8)]
+GROUPS += [([name for name in ENTRIES if name not in {*OTHERS, *optimizers.FAMILIES}][i::8], FEW) for i in range(8)]
 GROUPS += [(OTHERS[i::4], SHAPES) for i in range(4)]
 COMBINATIONS = list(itertools.product((2, 3, 4, 8), (1, 2, 3)))
 CASES = (

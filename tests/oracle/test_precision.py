@@ -178,9 +178,8 @@ def test_refused() -> None:
     assert float(jaxdist.loss_scale(state)) == 1
 
 
-@pytest.mark.parametrize("rows", [7, 8])
-def test_every_dtype(rows: int) -> None:
-    """Numbers from two bits to 128, in shards and in the batch, their ends padded or not."""
-    w, b = calls.numbers(rows + 8), calls.numbers(rows)
+def test_every_dtype() -> None:
+    """Numbers from two bits to 128, in shards and in the batch, their ends padded. (Not padded: between processes.)"""
+    w, b = calls.numbers(15), calls.numbers(7)
     got = decorated(calls.moved)(jaxdist.shard(w), b)
     compare(jaxdist.unshard(got), jax.jit(calls.moved)(w, b))

@@ -1,6 +1,5 @@
 """Collectives between processes, in a step and outside of one: each rank compares its own result with NumPy's."""
 
-import itertools
 import math
 import threading
 import time
@@ -115,41 +114,43 @@ def details() -> None:
 
 def moves(*dtypes: str) -> None:
     """Every bit arrives: in steps, on each device, and between processes."""
-    names = ways.SENT if len(dtypes) < 4 else ways.MOVES
     kinds = ("broadcast", "allgather", "all_to_all", "scatter")
     called: list[calls.Call] = [{"kind": kind, **MOVED_ALONG.get(kind, {})} for kind in kinds]
     gather, trade = (lambda x: lax.all_gather(x, "data")), (lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True))
-    for dtype in dtypes:
-        x = ways.fragile(dtype, 12 * N)
-        parts, f = x.reshape(N, -1, 4), ways.every(names)
-        got = jaxdist.unshard(jaxdist.data_parallel(f, batch_argnums=1)(jaxdist.shard(x), parts[R]))
-        assert ways.changed(got, jax.jit(f)(x, x)) == []
-        want = [calls.expected(call, list(parts))[R] for call in called]
-        assert ways.changed([calls.apply(call, parts[R]) for call in called], want) == [], dtype
-        got = on_each(
-            lambda x: [*(calls.apply(c, x) for c in called), *(way(x) for way in (gather, trade, ring))], parts
-        )
-        assert ways.changed(got, [*want, parts, want[kinds.index("all_to_all")], parts[R - 1]]) == [], dtype
+    xs = {dtype: ways.fragile(dtype, 12 * N) for dtype in dtypes}
+    parts, way = {dtype: x.reshape(N, -1, 4) for dtype, x in xs.items()}, ways.every(ways.SENT)
+    step = lambda w, b: {dtype: way(w[dtype], b[dtype]) for dtype in dtypes}
+    own = {dtype: x[R] for dtype, x in parts.items()}
+    got = jaxdist.unshard(jaxdist.data_parallel(step, batch_argnums=1)(jaxdist.shard(xs), own))
+    assert ways.changed(got, jax.jit(step)(xs, xs)) == []
+    want = {dtype: [calls.expected(call, list(x))[R] for call in called] for dtype, x in parts.items()}
+    assert ways.changed({dtype: [calls.apply(call, x) for call in called] for dtype, x in own.items()}, want) == []
+    each = lambda x: [*(calls.apply(c, x) for c in called), *(way(x) for way in (gather, trade, ring))]
+    jaxs = {d: [x, want[d][kinds.index("all_to_all")], x[R - 1]] for d, x in parts.items()}
+    assert ways.changed(on_each(lambda xs: {d: each(xs[d]) for d in dtypes}, parts), {
+        dtype: [*want[dtype], *jaxs[dtype]] for dtype in dtypes
+    }) == []  # fmt: skip
 
 
 MOVED_ALONG = {"broadcast": {"root": 1}, "all_to_all": {"split_axis": 0, "concat_axis": 0}, "scatter": {"root": 1}}
 
 
-def reductions(*lengths: int) -> None:
+def reductions(length: int) -> None:
     """What each dtype does with overflow, infinities and NaN, as one device does; long arrays take other paths."""
-    for dtype, length in itertools.product(calls.INTS[:6] + calls.FLOATS + calls.COMPLEX + ["bool"], lengths):
-        x = calls.extremes(dtype, N, length)
-        step = {op: calls.REDUCTIONS[op] for op in calls.REDUCTIONS if dtype not in calls.COMPLEX or op in "sum prod"}
-        f = lambda x, step=step: {op: reduce(x) for op, reduce in step.items()}
-        want = jax.jit(f)(x)
-        compare(jaxdist.unshard(jaxdist.data_parallel(f, batch_argnums=0)(x[R : R + 1])), want, EPS)
-        names = [op for op in step if op in calls.OPS]
-        reduced: Any = jaxdist.allreduce
-        compare({op: reduced(x[R], op) for op in names}, {op: want[op] for op in names}, EPS)
-        if dtype != "bool":
-            inner = [(lax.psum, "sum"), *((of, op) for of, op in ((lax.pmax, "max"), (lax.pmin, "min")) if op in step)]
-            got = on_each(lambda x, inner=inner: {op: of(x, "data") for of, op in inner}, x)
-            compare(got, {op: want[op] for _, op in inner}, EPS)
+    dtypes = [*calls.INTS[:6], *calls.FLOATS, *calls.COMPLEX, "bool"]
+    xs = {dtype: calls.extremes(dtype, N, length) for dtype in dtypes}
+    taken = {d: [op for op in calls.REDUCTIONS if d not in calls.COMPLEX or op in ("sum", "prod")] for d in dtypes}
+    step = lambda xs: {d: {op: calls.REDUCTIONS[op](xs[d]) for op in ops} for d, ops in taken.items()}
+    want, own = jax.jit(step)(xs), {d: x[R : R + 1] for d, x in xs.items()}
+    compare(jaxdist.unshard(jaxdist.data_parallel(step, batch_argnums=0)(own)), want, EPS)
+    reduced: Any = jaxdist.allreduce
+    for d, ops in taken.items():
+        compare({op: reduced(xs[d][R], op) for op in ops if op in calls.OPS},
+                {op: want[d][op] for op in ops if op in calls.OPS}, EPS)  # fmt: skip
+    inner = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+    jaxs = lambda d: [op for op in inner if op in taken[d] and d != "bool"]
+    got = on_each(lambda xs: {d: {op: inner[op](xs[d], "data") for op in jaxs(d)} for d in dtypes}, xs)
+    compare(got, {d: {op: want[d][op] for op in jaxs(d)} for d in dtypes}, EPS)
 
 
 def guarded() -> None:
