@@ -634,7 +634,7 @@ def built_weights(p: Any, batch: Any) -> Any:
     kernel = jnp.exp(-np.arange(5.0)[:, None] * jax.nn.softplus(p["rates"])) @ p["gains"]
     mixed = jnp.fft.rfft(batch["series"], n=10, axis=1) * jnp.fft.rfft(kernel, n=10, axis=0)
     far = jnp.abs(step[:5, None] - step[:5]).clip(0, 3)
-    table = p["table"].at[far[0, 1:3]].add(0.1 * batch["x"].mean(0)[:2, None])
+    table = p["table"].at[far[0]].add(0.1 * batch["x"].mean(0)[:5, None])
     near = jax.nn.softmax(jnp.einsum("btc,bsc->bts", batch["series"], batch["series"]) + table[far, 0])
     series = jnp.fft.irfft(mixed, n=10, axis=1)[:, :5] + near @ batch["series"]
     return jnp.mean((h - batch["y"]) ** 2) + jnp.mean((series.sum(-1) - batch["rewards"]) ** 2), {"near": near}
