@@ -55,7 +55,7 @@ class DeviceMap:
     @classmethod
     def of(cls, mesh: Mesh, hosts: Sequence[Hashable] = ()) -> "DeviceMap":
         """The map of a mesh, given the host of each device. By default each process counts as a host."""
-        return cls(in_a_row(mesh), tuple(hosts or (d.process_index for d in mesh.devices.flat)))
+        return _map(in_a_row(mesh), tuple(hosts or (d.process_index for d in mesh.devices.flat)))
 
     @functools.cached_property
     def processes(self) -> tuple[int, ...]:
@@ -119,6 +119,9 @@ class DeviceMap:
     def rows_of_all(self, rows_here: int) -> int:
         """Return the rows of all processes if all shares are as long as this process's."""
         return rows_here * len(self.sharers)
+
+
+_map = functools.lru_cache(64)(DeviceMap)  # what follows from a map is found once
 
 
 @functools.lru_cache(1024)
