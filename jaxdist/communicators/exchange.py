@@ -1,37 +1,47 @@
 """Reductions by exchanging parts and adding locally, for wires that cannot reduce (correctly)."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Primitive
+from jax.typing import DTypeLike
 
-from jaxdist.ir.interpreter import Rule
+from jaxdist.ir.interpreter import Interpreter, Rule
 from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, joined, reduce_shard_p, slices
 
-Move = Callable[[Any], Any]
+Move = Callable[[jax.Array], jax.Array]
 
 
-def rules(among: Callable[[JaxprEqn], tuple[int, Move, Move, Callable[..., Any]]]) -> dict[Primitive, Rule]:
-    """Return rules (see `ir.interpreter`) for collectives from placements. `among` gives the number
-    of devices, and their all-to-all of an array's rows, all-gather, and sum of ``(x, wire)``."""
+class Among(NamedTuple):
+    """What the devices of an equation's collective do together."""
 
-    def all_reduce(_: Any, eqn: JaxprEqn, x: Any) -> Any:
-        return among(eqn)[3](x, eqn.params["wire"]) if x.size else jnp.zeros(x.shape, x.dtype)
+    size: int  # the number of them
+    to_all: Move  # an all-to-all of an array's rows
+    from_all: Move  # an all-gather into a new first dimension
+    total: Callable[[jax.Array, str | None], jax.Array]  # the sum of an array, in a dtype on the wire
 
-    def scatter(_: Any, eqn: JaxprEqn, x: Any) -> Any:
-        size, to_all, *_ = among(eqn)
-        return added_up(slices(x, eqn.params["dim"], size), eqn.params["wire"] or x.dtype, to_all).astype(x.dtype)
 
-    def gather(_: Any, eqn: JaxprEqn, x: Any) -> Any:
-        return joined(among(eqn)[2](x), eqn.params["dim"], eqn.params["size"])
+def rules(among: Callable[[JaxprEqn], Among]) -> dict[Primitive, Rule]:
+    """Return rules (see `ir.interpreter`) for collectives from placements, given what an equation's devices do."""
+
+    def all_reduce(_: Interpreter, eqn: JaxprEqn, x: jax.Array) -> jax.Array:
+        return among(eqn).total(x, eqn.params["wire"]) if x.size else jnp.zeros(x.shape, x.dtype)
+
+    def scatter(_: Interpreter, eqn: JaxprEqn, x: jax.Array) -> jax.Array:
+        devices, wire = among(eqn), eqn.params["wire"] or x.dtype
+        return added_up(slices(x, eqn.params["dim"], devices.size), wire, devices.to_all).astype(x.dtype)
+
+    def gather(_: Interpreter, eqn: JaxprEqn, x: jax.Array) -> jax.Array:
+        return joined(among(eqn).from_all(x), eqn.params["dim"], eqn.params["size"])
 
     return {all_reduce_p: all_reduce, reduce_shard_p: scatter, gather_shards_p: gather}
 
 
-def all_reduce(x: Any, wire: str, size: int, all_to_all: Move, all_gather: Move) -> Any:
+def all_reduce(x: jax.Array, wire: DTypeLike, size: int, all_to_all: Move, all_gather: Move) -> jax.Array:
     """Sum `x` over the devices, with a different dtype on the wire.
 
     Each device sums one part in float32 (or the wider dtype of `x`). Rounding happens twice, when
@@ -42,13 +52,13 @@ def all_reduce(x: Any, wire: str, size: int, all_to_all: Move, all_gather: Move)
     return whole[: x.size].reshape(x.shape).astype(x.dtype)
 
 
-def added_up(parts: Any, wire: Any, all_to_all: Move) -> Any:
+def added_up(parts: jax.Array, wire: DTypeLike, all_to_all: Move) -> jax.Array:
     """Sum this device's parts over all devices, given `parts` for each device."""
     wide = reducible(parts.dtype)
     return summed(all_to_all(parts.astype(wire)).astype(wide))
 
 
-def summed(parts: Any) -> Any:
+def summed(parts: jax.Array) -> jax.Array:
     """Sum over the first dimension by a binary tree, neighbors first, in float32 or wider."""
     parts = parts.astype(reducible(parts.dtype))
     while (n := len(parts)) > 1:
@@ -57,14 +67,14 @@ def summed(parts: Any) -> Any:
     return parts[0]
 
 
-def reducible(dtype: Any) -> Any:
+def reducible(dtype: np.dtype) -> np.dtype:
     """Return the dtype in which every wire reduces: floats of 32 bits or more, integers of 8."""
     if jnp.issubdtype(dtype, jnp.floating):
         return dtype if dtype == jnp.float64 else jnp.dtype("float32")
     return jnp.dtype("int8") if jax.dtypes.itemsize_bits(dtype) < 8 else dtype
 
 
-def bits(x: Any) -> tuple[Any, Move]:
+def bits(x: jax.Array) -> tuple[jax.Array, Move]:
     """Return `x` in a dtype that every wire sends bit for bit, and a function to convert back."""
     if x.dtype == bool:
         return x.astype(jnp.uint8), lambda y: y.astype(bool)
@@ -77,7 +87,7 @@ def bits(x: Any) -> tuple[Any, Move]:
     return lax.bitcast_convert_type(x, unsigned), lambda y: lax.bitcast_convert_type(y, x.dtype)
 
 
-def unsigned(x: Any) -> tuple[Any, Move]:
+def unsigned(x: jax.Array) -> tuple[jax.Array, Move]:
     """Return `x` as unsigned integers, whose sum with zeros keeps every bit, and a function to convert back."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         parts, back = unsigned(jnp.stack([x.real, x.imag], -1))
@@ -89,7 +99,7 @@ def unsigned(x: Any) -> tuple[Any, Move]:
     return lax.bitcast_convert_type(raw, word), lambda y: back(lax.bitcast_convert_type(y, raw.dtype))
 
 
-def extreme(x: Any, op: str, reduce: Move) -> Any:
+def extreme(x: jax.Array, op: str, reduce: Move) -> jax.Array:
     """Return the largest or smallest float over the devices, or NaN if there is one.
 
     MPI, gloo, and XLA between virtual devices lose NaN, unlike one device. So compare integers in

@@ -6,15 +6,14 @@ within and between processes. So summands are only sent, and added by a binary t
 numbers. Maxima, minima and gathers do not depend on order.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
+import jax
 from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
+from jax.typing import DTypeLike
 
 from jaxdist.communicators import exchange
-from jaxdist.communicators.xla import Axes, GlooLowering, all_gather
+from jaxdist.communicators.xla import Axes, GlooLowering, Groups, Results, all_gather
 from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of
 
 _AT_ONCE = 1 << 12  # largest total bytes of a sum in one message: each lane gets all summands and adds them
@@ -27,13 +26,13 @@ class LanesLowering(GlooLowering):
         super().__init__()
         self.rules |= {p.psum_p: self._sum}
 
-    def _total(self, axes: Axes, x: Any, wire: str | None, groups: Sequence[Sequence[int]] | None = None) -> Any:
+    def _total(self, axes: Axes, x: jax.Array, wire: DTypeLike | None, groups: Groups = None) -> jax.Array:
         size = len(groups[0]) if groups else lax.axis_size(axes)
         if x.nbytes * size <= _AT_ONCE:
             return exchange.summed(all_gather(axes, x.astype(wire or x.dtype), groups)).astype(x.dtype)
         return super()._total(axes, x, wire or x.dtype, groups)
 
-    def _sum(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+    def _sum(self, _: Interpreter, eqn: JaxprEqn, x: jax.Array) -> Results:
         axes = axes_of(eqn)
         wide = exchange.reducible(x.dtype)
         # Sum over the operand's own axes, from vmap. (A sum of int32 is int64.)

@@ -10,8 +10,8 @@ Values that no token can cross (a loop's carry) take an integer instead. `_join`
 """
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,9 @@ from jaxdist.ir.interpreter import CHECKPOINT, Interpreter, axes_of, bodies, gro
 from jaxdist.ir.primitives import slices
 from jaxdist.mesh import Axis, along
 
+Communicator = Any  # of mpi4py, which is optional
+Arrays = Sequence[jax.Array]
+Ordered = tuple[jax.Array, Arrays]  # the order after control flow, and its results
 MOST = 2**31 - 1  # most elements per message, since mpi4jax passes MPI a C int. Longer arrays are split
 
 
@@ -53,13 +56,15 @@ def _call_p(name: str) -> Primitive:
     return call
 
 
-def _bind(name: str, kind: str, x: Any, token: Any, shape: tuple[int, ...], attributes: Mapping[str, int]) -> Any:
+def _bind(
+    name: str, kind: str, x: jax.Array, token: jax.Array, shape: tuple[int, ...], attributes: Mapping[str, int]
+) -> list[jax.Array]:
     """Bind an MPI call, and return its result and the next token."""
     given = tuple(sorted(attributes.items()))
     return _call_p(name).bind(x, token, target=f"mpi_{kind}_ffi", shape=shape, attributes=given)
 
 
-def _reduction(comm: Any, count: int, dtype: Any, op: str) -> dict[str, int]:
+def _reduction(comm: Communicator, count: int, dtype: np.dtype, op: str) -> dict[str, int]:
     """Return the attributes of an all-reduce."""
     how = _handle(getattr(library(), op.upper()))
     return {"nitems": count, "op": how, "comm": _handle(comm), "dtype": _mpi_type(dtype)}
@@ -77,14 +82,14 @@ _TYPES = {
 }  # fmt: skip
 
 
-def _mpi_type(dtype: Any) -> int:
+def _mpi_type(dtype: np.dtype) -> int:
     return _handle(getattr(library(), _TYPES[np.dtype(dtype).name]))
 
 
 class MpiLowering(Interpreter):
     """Evaluates a step's jaxpr on a process of a ``shard_map``, with MPI calls in program order."""
 
-    def __init__(self, axes: Sequence[Axis], ranks: tuple[int, ...], order: Any = None):
+    def __init__(self, axes: Sequence[Axis], ranks: tuple[int, ...], order: jax.Array | None = None):
         super().__init__(
             {
                 **exchange.rules(self._among),
@@ -103,24 +108,24 @@ class MpiLowering(Interpreter):
 
     # --- the calls
 
-    def _among(self, eqn: JaxprEqn) -> tuple[Any, ...]:
+    def _among(self, eqn: JaxprEqn) -> exchange.Among:
         comm = self._comm(eqn)
-        moves = self._to_all, self._from_all, self._sum
-        return comm.Get_size(), *(functools.partial(move, comm) for move in moves)
+        to_all, from_all, total = (functools.partial(move, comm) for move in (self._to_all, self._from_all, self._sum))
+        return exchange.Among(comm.Get_size(), to_all, from_all, total)
 
-    def _to_all(self, comm: Any, parts: Any) -> Any:
+    def _to_all(self, comm: Communicator, parts: jax.Array) -> jax.Array:
         return self._exchange("alltoall", comm, parts, parts.shape)
 
-    def _from_all(self, comm: Any, part: Any) -> Any:
+    def _from_all(self, comm: Communicator, part: jax.Array) -> jax.Array:
         return self._exchange("allgather", comm, part, (comm.Get_size(), *part.shape))
 
-    def _sum(self, comm: Any, x: Any, wire: str | None) -> Any:
+    def _sum(self, comm: Communicator, x: jax.Array, wire: str | None) -> jax.Array:
         if wire is None:
             return self._all_reduce(comm, x, "sum")
         to_all, from_all = (functools.partial(move, comm) for move in (self._to_all, self._from_all))
         return exchange.all_reduce(x, wire, comm.Get_size(), to_all, from_all)
 
-    def _all_reduce(self, comm: Any, x: Any, op: str) -> Any:
+    def _all_reduce(self, comm: Communicator, x: jax.Array, op: str) -> jax.Array:
         if op in ("max", "min") and jnp.issubdtype(x.dtype, jnp.floating):
             return exchange.extreme(x, op, lambda key: self._all_reduce(comm, key, op))
         if x.size > MOST:
@@ -131,7 +136,7 @@ class MpiLowering(Interpreter):
         wide = x.astype(jnp.int32 if is_short else exchange.reducible(x.dtype))
         return self._call("allreduce", wide, wide.shape, **_reduction(comm, x.size, wide.dtype, op)).astype(x.dtype)
 
-    def _exchange(self, kind: str, comm: Any, x: Any, shape: tuple[int, ...]) -> Any:
+    def _exchange(self, kind: str, comm: Communicator, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Run an all-gather, or an all-to-all over the leading dimension, of bytes in any dtype."""
         count = x.size // (comm.Get_size() if kind == "alltoall" else 1)
         if count > MOST:
@@ -147,7 +152,7 @@ class MpiLowering(Interpreter):
         )  # fmt: skip
         return restore(out)
 
-    def _call(self, kind: str, x: Any, shape: Sequence[int] | None = None, **attributes: int) -> Any:
+    def _call(self, kind: str, x: jax.Array, shape: Sequence[int] | None = None, **attributes: int) -> jax.Array:
         shape = tuple(x.shape if shape is None else shape)
         if not x.size:  # nothing to send; MPI libraries differ on counts of zero
             return jnp.zeros(shape, x.dtype)
@@ -156,7 +161,7 @@ class MpiLowering(Interpreter):
 
     # --- rules for JAX's collectives
 
-    def _reduced(self, eqn: JaxprEqn, x: Any, op: str) -> Any:
+    def _reduced(self, eqn: JaxprEqn, x: jax.Array, op: str) -> jax.Array:
         axes = axes_of(eqn)
         own = tuple(axis for axis in axes if isinstance(axis, int))  # from vmap
         if own:
@@ -165,29 +170,29 @@ class MpiLowering(Interpreter):
         named = tuple(axis for axis in axes if not isinstance(axis, int))
         return self._all_reduce(self._comm(eqn, named), x, op) if named else x
 
-    def _all_gather(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+    def _all_gather(self, _: Interpreter, eqn: JaxprEqn, x: jax.Array) -> jax.Array:
         comm = self._comm(eqn)
         dim = eqn.params["all_gather_dimension"]
         out = self._exchange("allgather", comm, x, (comm.Get_size(), *x.shape))
         out = jnp.moveaxis(out, 0, dim)
         return _merge(out, dim) if eqn.params["tiled"] else out
 
-    def _all_to_all(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+    def _all_to_all(self, _: Interpreter, eqn: JaxprEqn, x: jax.Array) -> jax.Array:
         split, concat = eqn.params["split_axis"], eqn.params["concat_axis"]
         # Tiled or not: lax.all_to_all adds and drops the dimension that makes the difference itself.
         return _merge(jnp.moveaxis(self._scattered(self._comm(eqn), x, split), 0, concat), concat)
 
-    def _reduce_scatter(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+    def _reduce_scatter(self, _: Interpreter, eqn: JaxprEqn, x: jax.Array) -> jax.Array:
         parts = self._scattered(self._comm(eqn), x, eqn.params["scatter_dimension"], merge=eqn.params["tiled"])
         return exchange.summed(parts).astype(x.dtype)
 
-    def _scattered(self, comm: Any, x: Any, dim: int, merge: bool = True) -> Any:
+    def _scattered(self, comm: Communicator, x: jax.Array, dim: int, merge: bool = True) -> jax.Array:
         """Stack this process's slice along `dim` of each process's `x` in a new dimension."""
         parts = slices(x, dim, comm.Get_size())
         parts = parts if merge else parts.squeeze(dim + 1)
         return self._exchange("alltoall", comm, parts, parts.shape)
 
-    def _permute(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+    def _permute(self, _: Interpreter, eqn: JaxprEqn, x: jax.Array) -> jax.Array:
         comm = self._comm(eqn)
         null = library().PROC_NULL
         mine = comm.Get_rank()
@@ -206,7 +211,7 @@ class MpiLowering(Interpreter):
         # dropped from the program, and the rank that this one sends to would wait for ever.
         return jnp.where(source != null, restore(out), jnp.zeros((), x.dtype))
 
-    def _comm(self, eqn: JaxprEqn, axes: tuple[Any, ...] | None = None) -> Any:
+    def _comm(self, eqn: JaxprEqn, axes: Sequence[str] | None = None) -> Communicator:
         """Return the communicator of the devices in an equation's collective."""
         names = axes or axes_of(eqn)
         ours, groups = along(self.axes, names), groups_of(eqn)
@@ -214,30 +219,30 @@ class MpiLowering(Interpreter):
             self._unsupported(self, eqn)
         return of_group(self.ranks, ours if groups is None else tuple(map(tuple, groups)))
 
-    def _unsupported(self, _: Interpreter, eqn: JaxprEqn, *args: Any) -> Any:
+    def _unsupported(self, _: Interpreter, eqn: JaxprEqn, *args: jax.Array) -> NoReturn:
         raise NotImplementedError(
             f"communicator 'mpi' has no {eqn.primitive.name} over {eqn.params}: use communicator 'xla' for this step"
         )
 
     # --- order across control flow
 
-    def _fork(self, order: Any) -> Any:
+    def _fork(self, order: jax.Array) -> jax.Array:
         _, token = self._alone(order, lax.create_token())
         return token
 
-    def _join(self) -> Any:
+    def _join(self) -> jax.Array:
         order, self._token = self._alone(jnp.zeros((), jnp.int32), self._token)
         return order
 
-    def _alone(self, x: Any, token: Any) -> Any:
-        return _bind("order", "allreduce", x, token, (), _reduction(library().COMM_SELF, 1, np.int32, "sum"))
+    def _alone(self, x: jax.Array, token: jax.Array) -> list[jax.Array]:
+        return _bind("order", "allreduce", x, token, (), _reduction(library().COMM_SELF, 1, np.dtype("int32"), "sum"))
 
-    def _inner(self, order: Any, closed: ClosedJaxpr, *args: Any) -> tuple[Any, list[Any]]:
+    def _inner(self, order: jax.Array, closed: ClosedJaxpr, *args: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         rules = MpiLowering(self.axes, self.ranks, order)
         outs = rules.run(closed, *args)
         return rules._join(), outs
 
-    def eval_nested(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
+    def eval_nested(self, eqn: JaxprEqn, *args: jax.Array) -> Arrays:
         """Pass the order of calls through control flow with collectives inside."""
         rule = {
             "scan": self._scan, "while": self._while, "cond": self._cond, CHECKPOINT: self._checkpoint,
@@ -250,11 +255,11 @@ class MpiLowering(Interpreter):
         self._token = self._fork(order)
         return outs
 
-    def _scan(self, eqn: JaxprEqn, order: Any, *args: Any) -> tuple[Any, Sequence[Any]]:
+    def _scan(self, eqn: JaxprEqn, order: jax.Array, *args: jax.Array) -> Ordered:
         (scan,) = bodies(eqn)
         consts, carry, xs = scan.split(args)
 
-        def body(carry: Any, xs: Any) -> Any:
+        def body(carry: Arrays, xs: Arrays) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
             order, outs = self._inner(carry[0], scan.closed, *consts, *carry[1:], *xs)
             return (order, *outs[: len(scan.carry)]), tuple(outs[len(scan.carry) :])
 
@@ -262,16 +267,16 @@ class MpiLowering(Interpreter):
         (order, *carry), ys = lax.scan(body, (order, *carry), tuple(xs), **settings)
         return order, [*carry, *ys]
 
-    def _while(self, eqn: JaxprEqn, order: Any, *args: Any) -> tuple[Any, Sequence[Any]]:
+    def _while(self, eqn: JaxprEqn, order: jax.Array, *args: jax.Array) -> Ordered:
         test, loop = bodies(eqn)
         cond_consts, body_consts, init = test.split(args)[0], *loop.split(args)[:2]
 
         # The condition may hold a collective as well, so it is evaluated in the body.
-        def again(order: Any, carry: Sequence[Any]) -> tuple[Any, Any]:
+        def again(order: jax.Array, carry: Arrays) -> tuple[jax.Array, jax.Array]:
             order, (more,) = self._inner(order, test.closed, *cond_consts, *carry)
             return order, more
 
-        def body(state: Any) -> Any:
+        def body(state: Arrays) -> tuple[jax.Array, ...]:
             order, _, *carry = state
             order, carry = self._inner(order, loop.closed, *body_consts, *carry)
             return (*again(order, carry), *carry)
@@ -279,11 +284,11 @@ class MpiLowering(Interpreter):
         order, _, *carry = lax.while_loop(lambda s: s[1], body, (*again(order, init), *init))
         return order, carry
 
-    def _cond(self, eqn: JaxprEqn, order: Any, *args: Any) -> tuple[Any, Sequence[Any]]:
+    def _cond(self, eqn: JaxprEqn, order: jax.Array, *args: jax.Array) -> Ordered:
         which, *operands = args
 
-        def branch(closed: ClosedJaxpr) -> Any:
-            def run(order: Any, *xs: Any) -> Any:
+        def branch(closed: ClosedJaxpr) -> Callable[..., tuple[jax.Array, ...]]:
+            def run(order: jax.Array, *xs: jax.Array) -> tuple[jax.Array, ...]:
                 order, outs = self._inner(order, closed, *xs)
                 return (order, *outs)
 
@@ -293,10 +298,10 @@ class MpiLowering(Interpreter):
         order, *outs = lax.switch(which.astype(jnp.int32), every, order, *operands)
         return order, outs
 
-    def _checkpoint(self, eqn: JaxprEqn, order: Any, *args: Any) -> tuple[Any, Sequence[Any]]:
+    def _checkpoint(self, eqn: JaxprEqn, order: jax.Array, *args: jax.Array) -> Ordered:
         body = eqn.params["jaxpr"]
 
-        def run(order: Any, *xs: Any) -> Sequence[Any]:
+        def run(order: jax.Array, *xs: jax.Array) -> Arrays:
             order, outs = self._inner(order, compat.closed(body), *xs)
             return [order, *outs]
 
@@ -305,11 +310,11 @@ class MpiLowering(Interpreter):
         return order, outs
 
 
-def _pieces(x: Any) -> list[Any]:
+def _pieces(x: jax.Array) -> list[jax.Array]:
     """Split `x` along its last dimension into messages that MPI can count."""
     return [x[..., i : i + MOST] for i in range(0, x.shape[-1], MOST)]
 
 
-def _merge(x: Any, dim: int) -> Any:
+def _merge(x: jax.Array, dim: int) -> jax.Array:
     """Merge dimensions `dim` and `dim + 1`."""
     return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])

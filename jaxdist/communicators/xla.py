@@ -4,18 +4,22 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core import primitives as p
+from jax.typing import DTypeLike
 
 from jaxdist import compat
 from jaxdist.communicators import exchange
-from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of
+from jaxdist.ir.interpreter import Interpreter, Rule, axes_of, groups_of
 from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, joined, reduce_shard_p, reduced, slices
 from jaxdist.mesh import AXIS
 
 Axes = tuple[str, ...]
+Groups = Sequence[Sequence[int]] | None
+Results = jax.Array | list[jax.Array]  # a list from a primitive with several results
 
 
 class XlaLowering(Interpreter):
@@ -44,8 +48,8 @@ class XlaLowering(Interpreter):
             ours = self.rules[primitive]
 
             def lower(
-                _: Interpreter, eqn: JaxprEqn, x: Any, rule: Any = rule, names: Any = names, ours: Any = ours
-            ) -> Any:
+                _: Interpreter, eqn: JaxprEqn, x: jax.Array, rule: Rule = rule, names: Axes = names, ours: Rule = ours
+            ) -> Results:
                 if groups_of(eqn) is not None or axes_of(eqn) != (AXIS,):
                     return ours(self, eqn, x)
                 out = rule(x, **{k: eqn.params[k] for k in names})
@@ -66,13 +70,13 @@ _NAMED: dict[str, tuple[Primitive, tuple[str, ...]]] = {
 }
 
 
-def _converted(eqn: JaxprEqn, x: Any, raw: Any, back: Callable[[Any], Any]) -> Any:
+def _converted(eqn: JaxprEqn, x: jax.Array, raw: jax.Array, back: exchange.Move) -> Results:
     """Bind a collective of `x` to `raw`, which gloo, NCCL and XLA for CPUs can send or reduce."""
     outs = [back(y) for y in compat.bind(eqn, eqn.params, [raw])]
     return outs if eqn.primitive.multiple_results else outs[0]
 
 
-def _summed(x: Any) -> tuple[Any, Callable[[Any], Any]]:
+def _summed(x: jax.Array) -> tuple[jax.Array, exchange.Move]:
     if x.dtype.itemsize > 1 or x.dtype.kind in "biu":
         return x, lambda y: y
     return x.astype(exchange.reducible(x.dtype)), lambda y: y.astype(x.dtype)
@@ -93,11 +97,12 @@ class GlooLowering(XlaLowering):
             **exchange.rules(self._among),
         }
 
-    def _among(self, eqn: JaxprEqn) -> tuple[Any, ...]:
+    def _among(self, eqn: JaxprEqn) -> exchange.Among:
         axes = eqn.params["axes"]
-        return lax.axis_size(axes), *(functools.partial(move, axes) for move in (all_to_all, all_gather, self._total))
+        to_all, from_all, total = (functools.partial(move, axes) for move in (all_to_all, all_gather, self._total))
+        return exchange.Among(lax.axis_size(axes), to_all, from_all, total)
 
-    def _reduce_scatter(self, _: Interpreter, eqn: JaxprEqn, x: Any) -> Any:
+    def _reduce_scatter(self, _: Interpreter, eqn: JaxprEqn, x: jax.Array) -> jax.Array:
         dim, tiled = eqn.params["scatter_dimension"], eqn.params["tiled"]
         groups = eqn.params["axis_index_groups"]
         size = len(groups[0]) if groups else lax.axis_size(eqn.params["axis_name"])
@@ -105,7 +110,7 @@ class GlooLowering(XlaLowering):
         total = exchange.summed(parts).astype(x.dtype)
         return total if tiled else total.squeeze(dim)
 
-    def _total(self, axes: Axes, x: Any, wire: str | None, groups: Sequence[Sequence[int]] | None = None) -> Any:
+    def _total(self, axes: Axes, x: jax.Array, wire: DTypeLike | None, groups: Groups = None) -> jax.Array:
         """Sum `x` over the devices along some axes, or within groups of them."""
         if wire is None:
             return lax.psum(x, axes, axis_index_groups=groups)
@@ -114,20 +119,20 @@ class GlooLowering(XlaLowering):
         return exchange.all_reduce(x, wire, size, to_all, from_all)
 
 
-def _reduce_shard(eqn: JaxprEqn, x: Any) -> Any:
+def _reduce_shard(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
     parts = slices(x, eqn.params["dim"], eqn.params["devices"])
     return lax.psum_scatter(parts.astype(eqn.params["wire"] or x.dtype), eqn.params["axes"]).astype(x.dtype)
 
 
-def _gather_shards(eqn: JaxprEqn, x: Any) -> Any:
+def _gather_shards(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
     parts = all_gather(eqn.params["axes"], x)
     return joined(parts, eqn.params["dim"], eqn.params["size"])
 
 
-def extreme(eqn: JaxprEqn, x: Any, op: str) -> Any:
+def extreme(eqn: JaxprEqn, x: jax.Array, op: str) -> jax.Array:
     """Return the max or min over devices; NaN if one has it."""
 
-    def reduce(x: Any) -> Any:
+    def reduce(x: jax.Array) -> jax.Array:
         return compat.bind(eqn, eqn.params, [x])[0]
 
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -135,13 +140,13 @@ def extreme(eqn: JaxprEqn, x: Any, op: str) -> Any:
     return exchange.extreme(x, op, reduce)
 
 
-def all_to_all(axes: Axes, parts: Any, groups: Any = None) -> Any:
+def all_to_all(axes: Axes, parts: jax.Array, groups: Groups = None) -> jax.Array:
     """Return row i of `parts` from device i along the axes, or in the group."""
     raw, back = exchange.bits(parts)
     return back(lax.all_to_all(raw, axes, 0, 0, tiled=True, axis_index_groups=groups))
 
 
-def all_gather(axes: Axes, part: Any, groups: Any = None) -> Any:
+def all_gather(axes: Axes, part: jax.Array, groups: Groups = None) -> jax.Array:
     """Stack the parts of all devices along the axes, or in the group, in a new dimension."""
     raw, back = exchange.bits(part)
     return back(lax.all_gather(raw, axes, axis_index_groups=groups))
