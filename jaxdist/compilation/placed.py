@@ -98,7 +98,7 @@ class PlacedStep:
         # take of a device's memory at once.
         state = [self.avals[i] for i in self.signature.state if self.layouts[i]]
         gathered_bytes = sum(aval.size * aval.dtype.itemsize for aval in state) // _GATHERED_AT_ONCE
-        barriers = not self.step.infer.machine.kind.is_cpu
+        barriers = not self.step.infer.axis.machine.kind.is_cpu
         fused = Fuse(self.bucket_bytes, self.axes, gathered_bytes, barriers=barriers)(closed)
         return staged(fused, self.offloaded, self.axes), placements
 
@@ -120,7 +120,7 @@ class PlacedStep:
         for k in range(len(axes)):
             is_last = k == len(axes) - 1
             # The last axis is the one that the step was analyzed for: what was inferred then is not inferred anew.
-            infer = step.infer if is_last and step.infer.mesh == axes else step.infer.over(axes, k)
+            infer = step.infer if is_last and step.infer.axis.mesh == axes else step.infer.over(axes, k)
             block = infer.block(closed)
             block.outermost = True
             ins = [by_axis[k] for by_axis in ins_by_axis]
@@ -137,13 +137,13 @@ class PlacedStep:
             placements.append(placed := infer.place(block, ins, out_forms))
             may_compress = compressible(placed, self.step.sources) if self.compress else {}
             marks = not is_last or bool(self.offloaded)
-            closed = Emitter(infer, placed, may_compress, self.compress, marks).program(local_types(placed))
+            closed = Emitter(placed, may_compress, self.compress, marks).program(local_types(placed))
         return closed, placements
 
     def specs(self) -> tuple[list[P], list[P]]:
         """Return the specs of the arguments and of the results."""
         placements = self.emitted[1]
-        axes = [placed.axis for placed in placements]
+        axes = [placed.axis.name for placed in placements]
         ins = zip(*(placed.in_forms for placed in placements), strict=True)
         outs = zip(*(placed.out_forms for placed in placements), strict=True)
         return [_spec(axes, by_axis) for by_axis in ins], [_spec(axes, by_axis) for by_axis in outs]

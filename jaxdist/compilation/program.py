@@ -234,7 +234,7 @@ class ProgramCache:
         settings = self._settings
         bucket_bytes = settings.bucket_bytes
         if bucket_bytes is None:
-            bucket_bytes = default_bucket_bytes(communicator, mesh, trace.infer.machine)
+            bucket_bytes = default_bucket_bytes(communicator, mesh, trace.infer.axis.machine)
         compress = COMPRESSIONS[settings.compress] if settings.compress else None
         leaves = zip(signature.is_batch, avals, layouts, strict=True)
         layouts = [of_batch(aval.shape, mesh) if is_batch else layout for is_batch, aval, layout in leaves]

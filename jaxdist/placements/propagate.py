@@ -67,7 +67,7 @@ def propagate(
     propagation = Propagation(
         block,
         in_forms=tuple(map(form, in_placements)),
-        axis=infer.axis.name,
+        axis=infer.axis,
         strategies=strategies,
         placements=ctx.placements,
         out_forms=tuple(form(ctx.placements[i]) for i in block.outputs),
@@ -100,7 +100,7 @@ def _scatter_summands(infer: Inference, propagation: Propagation, summands: Mapp
         if propagation.placements[i] != REPLICATED or i in outputs:
             continue
         forms, aval = propagation.forms_of(i), block.avals[i]
-        if len(forms) == 1 and isinstance(target := forms.pop(), Split) and infer.slices(summand, target, aval):
+        if len(forms) == 1 and isinstance(target := forms.pop(), Split) and target.is_tile(infer.devices):
             propagation.placements[i] = target
             k = next(k for k, message in enumerate(messages) if message.value == i)
             size = infer.bytes_sent("reduce-scatter", summand, target, aval)

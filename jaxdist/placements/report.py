@@ -47,21 +47,21 @@ def rows(over: Sequence[Propagation]) -> list[Row]:
     if over and (again := unsplit(placed := _over_data(over))):
         why, instead = "no argument is taken for the batch", "batch_argnums= says which one is"
         share = again / work(placed)
-        return [*listed, Row(placed.axis, "repeated", "all of it", "", 0, again, share, why, instead)]
+        return [*listed, Row(placed.axis.name, "repeated", "all of it", "", 0, again, share, why, instead)]
     for placed in over:
         total, repeated = work(placed), Counter[tuple[str, str]]()
         for node, cost, again in _work(placed, 1):
             repeated[node.name, node.line] += cost * again
         why = "every device has all of its operands"
         listed += [
-            Row(placed.axis, "repeated", name, line, 0, cost, cost / total, why)
+            Row(placed.axis.name, "repeated", name, line, 0, cost, cost / total, why)
             for (name, line), cost in repeated.most_common() if cost
         ]  # fmt: skip
     return listed
 
 
 def _over_data(over: Sequence[Propagation]) -> Propagation:
-    return next((placed for placed in over if placed.axis in (GROUP, AXIS)), over[0])
+    return next((placed for placed in over if placed.axis.name in (GROUP, AXIS)), over[0])
 
 
 def _moved(over: Sequence[Propagation]) -> list[Row]:
@@ -78,7 +78,7 @@ def _moved(over: Sequence[Propagation]) -> list[Row]:
         elif why != IN_PLACE:  # data parallelism consists of reductions
             why = ""
         instead = _INSTEAD.get(name, "") if what in _OF_BATCH and why != IN_PLACE else ""
-        row = Row(placed.axis, what, name, message.line, why=why, instead=instead)
+        row = Row(placed.axis.name, what, name, message.line, why=why, instead=instead)
         sizes[row, message.why] += message.bytes * times
     return [replace(row, bytes=size) for (row, _), size in sizes.most_common() if size]
 
@@ -127,7 +127,7 @@ def _short(line: str) -> str:
 def unsplit(placed: Propagation) -> int:
     """Return the FLOPs that every device repeats for lack of a batch, or 0 if there is a batch."""
     inputs = (placed.placements[i] for i in placed.block.inputs)
-    if placed.axis not in (GROUP, AXIS) or any(isinstance(p, Split) and not p.of_state for p in inputs):
+    if placed.axis.name not in (GROUP, AXIS) or any(isinstance(p, Split) and not p.of_state for p in inputs):
         return 0
     return sum(cost for _, cost, again in _work(placed, 1, every=True) if again)
 

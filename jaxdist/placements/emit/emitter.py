@@ -17,7 +17,7 @@ from jaxdist.ir.operations import SHAPE_ONLY
 from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, reduce_shard_p
 from jaxdist.mesh import NAMES
 from jaxdist.placements.model.block import Node
-from jaxdist.placements.model.strategy import Inference, Propagation
+from jaxdist.placements.model.strategy import Propagation
 from jaxdist.placements.model.values import (
     REPLICATED,
     Form,
@@ -25,6 +25,7 @@ from jaxdist.placements.model.values import (
     Replicated,
     Split,
     form,
+    in_one_collective,
     is_narrow,
     local_shape,
     wide,
@@ -36,13 +37,12 @@ class Emitter:
 
     def __init__(
         self,
-        infer: Inference,
         placed: Propagation,
         compressible: Mapping[int, frozenset[int]] | None = None,
         compress: str | None = None,
         marks: bool = False,
     ):
-        self.infer, self.placed, self.n, self.axis = infer, placed, infer.devices, infer.axis.name
+        self.placed, self.n, self.axis = placed, placed.axis.size, placed.axis.name
         self.block, self.marks = placed.block, marks
         self._compressible, self._compress = compressible or {}, compress
         # A conversion adds a form and keeps the old ones: one operation may take a value as two operands.
@@ -129,7 +129,7 @@ class Emitter:
             if REPLICATED in forms:
                 return self.cut(forms[REPLICATED], target)
             source = summand or next(f for f in forms if isinstance(f, Split))
-            if self.infer.slices(source, target, aval):
+            if in_one_collective(source, target, self.n, aval.dtype):
                 if isinstance(source, Partial):
                     return self._scatter(i, forms[source], source, target)
                 return self._exchange(forms[source], source, target)
@@ -150,7 +150,7 @@ class Emitter:
         aval = self.block.avals[i]
         if not aval.size:
             return jnp.zeros(aval.shape, aval.dtype)
-        axes = tuple(axis.name for axis in self.infer.axes if axis.name in (*summand.unreduced_axes, self.axis))
+        axes = tuple(axis.name for axis in self.placed.axis.placed if axis.name in (*summand.unreduced_axes, self.axis))
         x, back = _summed(jnp.asarray(x), summand, aval.dtype)
         return back(all_reduce_p.bind(x, axes=axes, wire=self._wire(i, aval.dtype)))
 
@@ -276,8 +276,12 @@ class Emitter:
 
     def body(self, placed: Propagation) -> ClosedJaxpr:
         """Return the program of a placed body, to bind control flow to."""
-        inner = Emitter(self.infer, placed, self._compressible, self._compress, self.marks)
+        inner = Emitter(placed, self._compressible, self._compress, self.marks)
         return inner.program(local_types(placed))
+
+    def inlined(self, placed: Propagation, xs: Sequence[Any]) -> list[Any]:
+        """Run a placed block as a part of this one: what one device does for all others."""
+        return Emitter(placed).run(xs)
 
     def program(self, types: Sequence[Any]) -> ClosedJaxpr:
         """Return the program of one device as a jaxpr."""
@@ -290,8 +294,8 @@ class Emitter:
                 self.__dict__.pop("index", None)
 
         # Axes with one device have no pass, and the user's own code may name them.
-        alone = [(name, 1) for name in NAMES if all(name != axis.name for axis in self.infer.mesh)]
-        return jax.make_jaxpr(run, axis_env=[*alone, *self.infer.axes])(*types)
+        alone = [(name, 1) for name in NAMES if all(name != axis.name for axis in self.placed.axis.mesh)]
+        return jax.make_jaxpr(run, axis_env=[*alone, *self.placed.axis.placed])(*types)
 
 
 _JOINS = {"max": lax.max, "min": lax.min, "and": lax.bitwise_and, "or": lax.bitwise_or}

@@ -13,7 +13,6 @@ from jax import lax
 
 from jaxdist.communicators import exchange
 from jaxdist.ir.primitives import joined, slices
-from jaxdist.placements.emit.emitter import Emitter
 from jaxdist.placements.model.block import Node
 from jaxdist.placements.model.strategy import DeviceContext, Sends, Strategy
 from jaxdist.placements.model.values import REPLICATED, Form, Placement, Split, form, local_shape
@@ -29,7 +28,7 @@ def _owners(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
         placed = first.placed
 
         def run(device: DeviceContext, node: Node, xs: list[Any]) -> Sequence[Any]:
-            return Emitter(device.infer, placed).run(xs)
+            return device.inlined(placed, xs)
 
         return Strategy(placed.in_forms, placed.out_placements, run, bodies=[placed])
     infer, avals = ctx.infer, ctx.block.avals
@@ -83,7 +82,7 @@ class _Run:
                 values[i] = joined(parts, self.arriving[i].dim, self.arriving[i].size)
             rows: dict[int, Any] = {}
             for work in self.works.get(owner, ()):
-                results = Emitter(device.infer, work.placed).run([values[i] for i in work.component.ins])
+                results = device.inlined(work.placed, [values[i] for i in work.component.ins])
                 for o, x in zip(work.component.outs, results, strict=True):
                     target = self.leaving[o]
                     whole = not isinstance(target, Split)

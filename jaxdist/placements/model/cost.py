@@ -22,7 +22,7 @@ _FACTORIZATION = {
 
 def cost(placed: Propagation, infer: Inference, examples: int = 1, memory: bool = True) -> float:
     """Estimate a device's seconds for a placed step: computing, sending, and waiting for messages."""
-    link, total = infer.link, seconds(placed, infer.machine, memory) / examples
+    link, total = infer.link, seconds(placed, infer.axis.machine, memory) / examples
     for message, times in placed.sent():
         total += times * link.seconds(message.kind, message.bytes) / (1 if message.of_state else examples)
         total += times * (link.stall if message.waited_for else link.latency)

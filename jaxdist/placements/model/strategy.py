@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jaxdist.ir.fingerprint import type_text
-from jaxdist.machine import Link, Machine
+from jaxdist.machine import VIRTUAL, Link, Machine
 from jaxdist.mesh import Axis
 from jaxdist.placements.model.block import Block, Node
 from jaxdist.placements.model.values import REPLICATED, Deferred, Form, Partial, Placement, Split
@@ -22,15 +22,33 @@ UNKNOWN = (  # the reason to compute an operation whole if it has no description
 IN_PLACE = "instead of a weight, which is larger"  # the reason that batch values are sent although a weight could be
 
 
+@dataclass(frozen=True)
+class MeshAxis:
+    """An axis of a mesh: the one that a block is placed over."""
+
+    name: str
+    size: int
+    outer: tuple[Axis, ...] = ()  # placed before it
+    inner: tuple[Axis, ...] = ()  # placed after it
+    machine: Machine = VIRTUAL  # its devices
+
+    @property
+    def placed(self) -> tuple[Axis, ...]:
+        """The axes placed so far, with this one."""
+        return *self.outer, Axis(self.name, self.size)
+
+    @property
+    def mesh(self) -> tuple[Axis, ...]:
+        """All axes, the outermost first."""
+        return *self.placed, *self.inner
+
+
 class Inference(Protocol):
     """What rules and searches ask about the axis that a block is placed over (`search.infer.Infer`)."""
 
-    axis: Axis
+    axis: MeshAxis
     devices: int  # along it
-    mesh: tuple[Axis, ...]  # all axes, the outermost first
-    axes: tuple[Axis, ...]  # those placed before this one, and this one
-    machine: Machine
-    link: Link  # between the devices of the axis
+    link: Link  # between them
     split: str | None  # how to run whole-matrix work, see `jaxdist.zero`
     choose: Callable[[tuple[int, ...]], int | None]  # the dimension along which to shard an array of the state
 
@@ -49,13 +67,12 @@ class Inference(Protocol):
     def reshard(self, placement: Placement, target: Form, aval: Any) -> str: ...
     def sent(self, placement: Placement, target: Form, aval: Any) -> float: ...
     def bytes_sent(self, kind: str, placement: Placement, target: Form, aval: Any) -> int: ...
-    def slices(self, source: Split | Partial, target: Split, aval: Any) -> bool: ...
 
 
 class DeviceContext(Protocol):
     """What a strategy may do on a device as its program is emitted (`jaxdist.placements.emit.emitter.Emitter`)."""
 
-    infer: Inference
+    placed: "Propagation"
     block: Block
     n: int  # devices along the axis
     axis: str  # its name
@@ -73,6 +90,7 @@ class DeviceContext(Protocol):
     def across(self, x: Any, kind: str) -> Any: ...
     def from_root(self, x: Any) -> Any: ...
     def body(self, placed: "Propagation") -> ClosedJaxpr: ...
+    def inlined(self, placed: "Propagation", xs: Sequence[Any]) -> list[Any]: ...
 
 
 Run = Callable[[DeviceContext, Node, list[Any]], Sequence[Any]]
@@ -140,7 +158,7 @@ class Propagation:
 
     block: Block
     in_forms: tuple[Form, ...]  # the forms of its inputs
-    axis: str  # the name of the axis that it is placed over
+    axis: MeshAxis  # that it is placed over
     strategies: list[Strategy] = field(default_factory=list)  # one per operation
     placements: list[Any] = field(default_factory=list)  # the placement of each value
     out_forms: tuple[Form, ...] = ()  # the forms in which outputs are returned

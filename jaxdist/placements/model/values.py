@@ -115,6 +115,19 @@ def tile(dim: int, size: int, devices: int, of_state: bool = False) -> Split:
     return Split(dim, size, -(-size // devices), of_state=of_state)
 
 
+def in_one_collective(source: Split | Partial, target: Split, devices: int, dtype: np.dtype) -> bool:
+    """Check whether one collective makes slices: a reduce-scatter, or an all-to-all from another dimension."""
+    if isinstance(source, Partial):
+        return target.is_tile(devices)
+    return (
+        source.dim != target.dim
+        and source.outer == target.outer == 1
+        and not source.is_padded(devices)
+        and not target.is_padded(devices)
+        and not jnp.issubdtype(dtype, jax.dtypes.extended)
+    )
+
+
 def tiles(dim: int, size: int, axes: Sequence[int], of_state: bool = False) -> list[Split]:
     """Slice a dimension over axes of these sizes, outermost first, as over one axis with all devices in order."""
     slices: list[Split] = []

@@ -64,7 +64,8 @@ class RuleContext:
 
     def resolved(self, i: int, placement: Placement) -> Placement:
         """Add up a summand with several uses once, before them; a moved value at once."""
-        if not isinstance(placement, Partial) or (self.block.uses[i] <= 1 and not placement.bits):
+        uses = self.block.uses[i]
+        if not isinstance(placement, Partial) or not uses or (uses == 1 and not placement.bits):
             return placement
         if i in self.later and not placement.bits:
             return placement

@@ -17,7 +17,7 @@ from jaxdist.ir.interpreter import CHECKPOINT, CONTROL_FLOW, INLINED, Interprete
 from jaxdist.ir.wire import kind_of, runs, whole_bytes
 from jaxdist.mesh import AXIS, GROUP, Axis
 from jaxdist.placements.model.block import Node
-from jaxdist.placements.model.strategy import DeviceContext, Propagation, Sends, Strategy, nbytes, sliced
+from jaxdist.placements.model.strategy import DeviceContext, MeshAxis, Propagation, Sends, Strategy, nbytes, sliced
 from jaxdist.placements.model.values import REPLICATED, Partial, Placement, Replicated, Split, form, is_narrow
 from jaxdist.placements.rules.context import RuleContext, refuse, resolved, special
 from jaxdist.placements.rules.loops import bound, inside, join, throughout
@@ -76,7 +76,7 @@ def _branches(
 def _shard_map(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     """Apply the user's specs; the body is already the program of one device."""
     params, mesh = node.eqn.params, node.eqn.params["mesh"]
-    sizes = {axis.name: axis.size for axis in ctx.infer.mesh}
+    sizes = {axis.name: axis.size for axis in ctx.infer.axis.mesh}
     groups = sizes.pop(GROUP, 1)
     sizes |= {AXIS: groups * sizes[AXIS]} if AXIS in sizes else {}
     if {name: size for name, size in mesh.shape.items() if size > 1} != {k: n for k, n in sizes.items() if n > 1}:
@@ -124,8 +124,8 @@ def _whole(shape: Sequence[int], cuts: Cuts, axes: Sequence[Axis]) -> tuple[int,
 
 def _own_code(ctx: RuleContext, node: Node, body: ClosedJaxpr, ins: Sequence[Cuts], outs: Sequence[Cuts]) -> Strategy:
     """Run the user's code per device; at the last axis of the mesh the body is inlined."""
-    placed, mesh = ctx.infer.axis, ctx.infer.mesh
-    inner_axes = mesh[len(ctx.infer.axes) :]
+    placed, mesh = ctx.infer.axis, ctx.infer.axis.mesh
+    inner_axes = mesh[len(ctx.infer.axis.placed) :]
 
     def placement(i: int, cuts: Cuts) -> Placement:
         for d, names in enumerate(cuts):
@@ -147,7 +147,7 @@ def _own_code(ctx: RuleContext, node: Node, body: ClosedJaxpr, ins: Sequence[Cut
     return Strategy(list(map(form, in_forms)), out_placements, run, sends=[*_sent_by(body, placed, mesh)])
 
 
-def _sent_by(body: ClosedJaxpr, placed: Axis, mesh: Sequence[Axis]) -> Iterator[Sends]:
+def _sent_by(body: ClosedJaxpr, placed: MeshAxis, mesh: Sequence[Axis]) -> Iterator[Sends]:
     """Yield what the user's code sends; a message over several axes belongs to the outermost of them."""
     sizes = {axis.name: axis.size for axis in mesh}
     for eqn, within in walk(body):

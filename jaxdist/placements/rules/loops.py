@@ -132,7 +132,7 @@ def _with_constants(
       resolve: places the carries and the body, given the constants.
     """
     carry, body = resolve(consts)
-    block, usable = body.block, infer.machine.kind.usable
+    block, usable = body.block, infer.axis.machine.kind.usable
     gathered = {block.source(message.value) for message in body.messages if message.kind == "all-gather"}
     inputs = block.inputs[: len(consts)]
     before = {i for i, p in zip(inputs, consts, strict=True) if isinstance(p, Split) and i in gathered}
@@ -196,7 +196,7 @@ def _scan(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
         # Little sequential work: one gather of the batch may cost less than a message per iteration.
         gathered = [p if isinstance(p, Split) and p.of_state else REPLICATED for p in xs]
         whole_carry, whole = resolve(consts, gathered)
-        if not whole.communicates and seconds(whole, infer.machine) <= infer.link.latency:
+        if not whole.communicates and seconds(whole, infer.axis.machine) <= infer.link.latency:
             carry, xs, placed = whole_carry, gathered, whole
     consts, (placed,) = sliced(consts, [placed], lambda cut: [place(cut, carry, xs)])
     wants, out_placements = [form(p) for p in carry], _out(carry)

@@ -76,7 +76,7 @@ class Cut:
             return device.bind(node, xs, params)
         preferred = "preferred_element_type" in params
         # XLA for CPUs multiplies no 16-bit floats into 32 bits, but converts them first anyway.
-        if not preferred or device.infer.machine.kind.is_cpu:
+        if not preferred or device.placed.axis.machine.kind.is_cpu:
             xs = [x.astype(wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in xs]
         if "update_jaxpr" in params:  # an adding scatter: its parameters contain the dtype
             return [compat.scatter_add(xs, params)]

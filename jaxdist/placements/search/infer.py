@@ -8,15 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jaxdist.machine import VIRTUAL, Machine
 from jaxdist.mesh import MODEL, Axis
 from jaxdist.placements.model.block import Block, Node, flatten
-from jaxdist.placements.model.strategy import Propagation, itemsize, nbytes
-from jaxdist.placements.model.values import Form, Partial, Placement, Split, form, tile, wide
+from jaxdist.placements.model.strategy import MeshAxis, Propagation, itemsize, nbytes
+from jaxdist.placements.model.values import Form, Partial, Placement, Split, form, in_one_collective, tile, wide
 from jaxdist.placements.search.marks import marked
 from jaxdist.placements.search.options import best
 from jaxdist.placements.search.owners import with_owners
@@ -35,19 +33,19 @@ class Infer:
         outer_axes: Sequence[Axis] = (),
         inner_axes: Sequence[Axis] = (),
     ):
-        self.axis, self.devices, self.split = axis, axis.size, split
+        self.axis = MeshAxis(axis.name, axis.size, tuple(outer_axes), tuple(inner_axes), machine)
+        self.devices, self.split = axis.size, split
         # Activations follow from sliced parameters: their products are not work on whole matrices.
         self._may_own = axis.name != MODEL or split == "owners"
-        self.axes, self.mesh = (*outer_axes, axis), (*outer_axes, axis, *inner_axes)
         self.choose = choose if not inner_axes else lambda shape: None
-        self._choose, self._level, self.machine, self.link = choose, level, machine, machine.link(axis)
+        self._choose, self._level, self.link = choose, level, machine.link(axis)
         self._blocks: dict[tuple[int, bool], tuple[Any, Block]] = {}
         self._placed: dict[Any, Propagation] = {}
         self._marked: dict[Block, dict[int, int]] = {}
 
     def over(self, mesh: Sequence[Axis], k: int) -> "Infer":
         """Return an `Infer` over axis `k` of a mesh; `jaxdist.zero` slices along the last axis."""
-        return Infer(mesh[k], self._choose, self._level, self.machine, self.split, mesh[:k], mesh[k + 1 :])
+        return Infer(mesh[k], self._choose, self._level, self.axis.machine, self.split, mesh[:k], mesh[k + 1 :])
 
     def block(self, closed: ClosedJaxpr, backward: bool = False) -> Block:
         """Return the block of a jaxpr; each is flattened once."""
@@ -103,12 +101,12 @@ class Infer:
         if isinstance(placement, Partial):
             if isinstance(target, Partial):
                 return "" if target.unreduced_axes == placement.unreduced_axes else "all-reduce"
-            scattered = isinstance(target, Split) and self.slices(placement, target, aval)
+            scattered = isinstance(target, Split) and in_one_collective(placement, target, self.devices, aval.dtype)
             return "reduce-scatter" if scattered else "all-reduce"
         if isinstance(placement, Split) and not placement.whole and form(placement) != target:
             if isinstance(target, Partial) and placement.outer == 1:
                 return ""  # a slice among zeros is a summand
-            if isinstance(target, Split) and self.slices(placement, target, aval):
+            if isinstance(target, Split) and in_one_collective(placement, target, self.devices, aval.dtype):
                 return "all-to-all"
             return "all-gather"
         return ""
@@ -126,16 +124,3 @@ class Infer:
             shape[split.dim] = split.rows * self.devices
         adds = isinstance(placement, Partial) and not placement.bits
         return math.prod(shape) * itemsize(wide(aval.dtype) if adds else aval.dtype)
-
-    def slices(self, source: Split | Partial, target: Split, aval: Any) -> bool:
-        """Check whether one collective makes the slices: a reduce-scatter, or an all-to-all from another dimension."""
-        n = self.devices
-        if isinstance(source, Partial):
-            return target.is_tile(n)
-        return (
-            source.dim != target.dim
-            and source.outer == target.outer == 1
-            and not source.is_padded(n)
-            and not target.is_padded(n)
-            and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-        )

@@ -129,7 +129,7 @@ def _assign(works: Sequence[Work], n: int, link: Link) -> float:
 
 def _costs(infer: Inference, placed: Propagation, moved: Counter[int]) -> tuple[dict[int, float], set[int]]:
     """Return each operation's seconds on slices (by id), and those that slices cannot run."""
-    machine, link = infer.machine, infer.link
+    machine, link = infer.axis.machine, infer.link
     costs: dict[int, float] = {}
     always = set()
     for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
@@ -155,7 +155,7 @@ def _on_one(infer: Inference, placed: Propagation, component: Component) -> Work
     """Place a component on one device."""
     block = component.block(placed.block)
     on_one = infer.place(block, [REPLICATED] * len(block.inputs))
-    return Work(component, on_one, seconds(on_one, infer.machine), bytes_sent(placed, component))
+    return Work(component, on_one, seconds(on_one, infer.axis.machine), bytes_sent(placed, component))
 
 
 def _stack(infer: Inference, placed: Propagation, component: Component) -> Work | None:
@@ -173,7 +173,7 @@ def _stack(infer: Inference, placed: Propagation, component: Component) -> Work 
     apart = all(isinstance(p, Split) and p.dim == 0 and p.is_tile(infer.devices) for p in on_stack.out_placements)
     if not apart or on_stack.communicates:
         return None
-    return Work(component, on_stack, seconds(on_stack, infer.machine), bytes_sent(placed, component))
+    return Work(component, on_stack, seconds(on_stack, infer.axis.machine), bytes_sent(placed, component))
 
 
 def _rewritten(block: Block, works: Sequence[Sequence[Work]]) -> Block:
