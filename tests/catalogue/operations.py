@@ -170,7 +170,7 @@ SHAPES: dict[str, Operation] = {
         lax.dynamic_slice(w["table"].ravel(), (jnp.sum(b["m"], dtype=jnp.uint32),), (1,)),
     "dynamic update": lambda w, b: [
         lax.dynamic_update_slice(b["x"], w["w"][:2], (1, 0)), lax.dynamic_update_slice(b["x"], b["y"][:, :2], (0, 3)),
-        lax.dynamic_update_slice(w["w"], b["x"][:1], (b["i"][0] % 3, b["i"][1] % 2))],
+        lax.dynamic_update_slice(w["w"], b["x"][:1, :4], (b["i"][0] % 3, b["i"][1] % 2))],
     "slices out of bounds": lambda w, b: _out_of_bounds(b["x"], b["i"][-1] * 0),
     "slices out of bounds, nested": lambda w, b: _nested_out_of_bounds(b["x"], b["i"][-1] * 0),
     "set a row": lambda w, b: [b["x"].at[0].set(0.0), b["x"].at[-1].add(1.0), b["x"].at[:, 2].mul(3.0)],
