@@ -15,7 +15,8 @@ from jaxdist.compilation.signature import Avals, Signature, is_keys
 from jaxdist.compilation.tracing import TracedStep, without_collections
 from jaxdist.mesh import AXIS, GROUP, MODEL, SEQUENCE, Axis, axes_of_mesh, data_size, in_groups, passes
 from jaxdist.placements.emit.buckets import Fuse
-from jaxdist.placements.emit.emitter import Emitter, compressible, local_types
+from jaxdist.placements.emit.compressible import compressible
+from jaxdist.placements.emit.emitter import Emitter, local_types
 from jaxdist.placements.emit.offload import staged
 from jaxdist.placements.model.layouts import Layout, sharding, spec
 from jaxdist.placements.model.strategy import Propagation
