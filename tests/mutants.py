@@ -76,6 +76,8 @@ MUTANTS: list[Mutant] = [
     Mutant("a loop gathers in each iteration", "jaxdist/placements/rules/loops.py",
            "if once + trips * cost(other_body, infer) < trips * cost(body, infer):", "if False:",
            "tests/program/test_explain.py -k sent_at_most"),
+    Mutant("a loop over microbatches holds the whole model", "jaxdist/placements/rules/loops.py",
+           "_HELD = 2", "_HELD = 99", "tests/program/test_explain.py -k layer_at_a_time"),
     Mutant("what summands are added to counts once a device", "jaxdist/placements/rules/summands.py",
            "return k == 2 and is_zero(ins[0])", "return k == 2", "tests/oracle/test_idioms.py -k built_weights"),
     Mutant("a slice among zeros is out of place", "jaxdist/placements/emit/emitter.py",

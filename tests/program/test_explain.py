@@ -1,5 +1,6 @@
 """`explain` lists what a step sends, to the byte: it is compared with the collectives of the step's own program."""
 
+import functools
 import inspect
 import math
 from collections import Counter
@@ -174,6 +175,20 @@ def test_what_is_sent_at_most(loss: Callable[..., Any], level: Any, most: float)
     compare(step, p, tx.init(p), x, devices=4)
     total = sum(listed(decorated(step, 4), p, tx.init(p), x).values())
     assert total <= most * sum(leaf.nbytes for leaf in jax.tree.leaves(p)) + 16
+
+
+def test_a_loop_over_microbatches_gathers_a_layer_at_a_time() -> None:
+    """At level 3 of ZeRO no device holds a whole model, though gathering it before the loop would send less."""
+    tx, p = jaxdist.zero(optax.sgd(0.1), level=3), [0.1 * jnp.ones((N, N)) for _ in range(6)]
+
+    def step(p: Any, opt: Any, x: jax.Array) -> Any:
+        loss = lambda p, x: (functools.reduce(lambda x, w: jnp.tanh(x @ w), p, x) ** 2).mean()
+        grads = jaxdist.grad(loss, microbatches=4)(p, x)
+        updates, opt = tx.update(grads, opt, p)
+        return optax.apply_updates(p, updates), opt
+
+    gathered = listed(decorated(step, 4), p, tx.init(p), np.ones((1024, N)))["all-gather"]
+    assert gathered >= 4 * 2 * 3 * p[0].nbytes  # at least half of the layers each time, in both directions
 
 
 def test_a_placement_prints() -> None:

@@ -30,7 +30,7 @@ from jaxdist.placements.rules.summands import is_zero
 
 _ADDS = ADDITION | CONTROL_FLOW | {"sub", "convert_element_type", "select_n"}
 _MOST_ROUNDS = 12
-_HELD = 1 / 10  # of a device's memory may be filled with what is gathered before a loop
+_HELD = 2  # times the largest array that iterations gather may be held throughout a loop
 _TRIPS = 2  # assumed of a `while`: fewer would not be a loop
 
 Carried = tuple[Sequence[Placement], Propagation]  # a loop's carries, and its body
@@ -123,7 +123,10 @@ def _weaker(taken: Placement, returned: Placement, reduced: bool) -> Placement:
 def _with_constants(
     infer: Inference, consts: Sequence[Placement], trips: int, resolve: Callable[[Sequence[Placement]], Carried]
 ) -> tuple[Sequence[Placement], Carried]:
-    """Place a loop, and gather before it what its iterations would gather anew, if that costs less and memory allows.
+    """Place a loop, and gather before it what its iterations would gather anew, if that costs less.
+
+    An iteration holds the largest of these whole in any case. The loop may hold twice as much: a recurrent layer's
+    weights, but not, at level 3 of ZeRO, the parameters of a model that takes several microbatches.
 
     Args:
       infer: the axis.
@@ -132,15 +135,21 @@ def _with_constants(
       resolve: places the carries and the body, given the constants.
     """
     carry, body = resolve(consts)
-    block, usable = body.block, infer.axis.machine.kind.usable
+    block = body.block
     gathered = {block.source(message.value) for message in body.messages if message.kind == "all-gather"}
     inputs = block.inputs[: len(consts)]
-    before = {i for i, p in zip(inputs, consts, strict=True) if isinstance(p, Split) and i in gathered}
-    sizes = [nbytes(block.avals[i]) for i in inputs if i in before]
-    if before and (not usable or sum(sizes) <= _HELD * usable):
+    sizes = {
+        i: nbytes(block.avals[i]) for i, p in zip(inputs, consts, strict=True) if isinstance(p, Split) and i in gathered
+    }
+    before, held = set[int](), 0
+    for i in sorted(sizes, key=lambda i: (-sizes[i], i)):
+        if held + sizes[i] <= _HELD * max(sizes.values()):
+            before.add(i)
+            held += sizes[i]
+    if before:
         whole = [REPLICATED if i in before else p for i, p in zip(inputs, consts, strict=True)]
         other_carry, other_body = resolve(whole)
-        once = sum(infer.link.seconds("all-gather", size) + infer.link.latency for size in sizes)
+        once = sum(infer.link.seconds("all-gather", sizes[i]) + infer.link.latency for i in before)
         if once + trips * cost(other_body, infer) < trips * cost(body, infer):
             return whole, (other_carry, other_body)
     return consts, (carry, body)
