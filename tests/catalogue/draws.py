@@ -40,6 +40,10 @@ DRAWS: dict[str, Callable[[Any, Any], Any]] = {
     )(jnp.arange(len(x)), x),
     "keys of two dimensions": lambda k, x: jax.vmap(jax.vmap(random.bits))(random.split(k, (len(x), 3))),
     "keys come back": lambda k, x: [random.split(k, len(x)), random.key_data(random.split(k, len(x))), random.split(k)],
+    "keys of neighbors": lambda k, x: [
+        jax.vmap(lambda key: random.normal(key, (2,)))(jnp.concatenate([keys[-1:], keys[1:], keys[:1]]))
+        for keys in [jax.vmap(random.key)(x[:, 0].astype(jnp.int32))]
+    ],
     "raw keys": lambda k, x: random.uniform(random.PRNGKey(x[0, 0].astype(int)), x.shape) * x,
     "keys of the batch": lambda k, x: jax.vmap(lambda s: random.normal(random.key(s), (2,)))(x[:, 0].astype(jnp.int32)),
     "gamma for each": lambda k, x: jax.vmap(lambda s, row: random.gamma(s, jnp.abs(row) + 0.3))(

@@ -22,7 +22,7 @@ from jax import lax
 from jaxdist.communicators import exchange
 from jaxdist.placements.model.block import Node
 from jaxdist.placements.model.strategy import DeviceContext, Sends, Strategy, itemsize
-from jaxdist.placements.model.values import REPLICATED, Form, Partial, Placement, Split, form, is_wide
+from jaxdist.placements.model.values import REPLICATED, Aval, Form, Partial, Placement, Split, form, is_wide
 from jaxdist.placements.rules.context import RuleContext, special
 from jaxdist.placements.rules.run import identity
 
@@ -38,7 +38,7 @@ def _cumulative(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strat
     """Accumulate a device's rows, and join what those of the devices before (if reversed: behind) come to."""
     split, aval = ins[0], ctx.block.avals[node.ins[0]]
     d, is_reversed = node.eqn.params["axis"], node.eqn.params["reverse"]
-    if not _is_batch(split, aval.shape) or split.dim != d or not is_wide(aval.dtype):
+    if not _is_batch(split, aval) or split.dim != d or not is_wide(aval.dtype):
         return None
     kind, join = _SCANS[node.name]
 
@@ -62,7 +62,7 @@ def _cumulative(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strat
 def _without_ends(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Drop a few rows of a batch at its ends, or all but a few."""
     split, params = ins[0], node.eqn.params
-    if not _is_batch(split, ctx.block.shapes(node.ins)[0]) or (params["strides"] and set(params["strides"]) != {1}):
+    if not _is_batch(split, ctx.block.avals[node.ins[0]]) or (params["strides"] and set(params["strides"]) != {1}):
         return None
     d, start = split.dim, params["start_indices"][split.dim]
     count = params["limit_indices"][d] - start
@@ -86,7 +86,7 @@ def _without_ends(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Str
 def _with_filled_ends(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Fill a few rows at the ends of a batch: the derivative of dropping them."""
     split, config = ins[0], node.eqn.params["padding_config"]
-    if not _is_batch(split, ctx.block.shapes(node.ins)[0]):
+    if not _is_batch(split, ctx.block.avals[node.ins[0]]):
         return None
     d = split.dim
     before, after, between = config[d]
@@ -109,7 +109,7 @@ def _with_rows_around(ctx: RuleContext, node: Node, ins: Sequence[Placement]) ->
     """Put a few rows that every device has before or behind a batch."""
     at = [k for k, p in enumerate(ins) if isinstance(p, Split) and not p.whole]
     shapes, d = ctx.block.shapes(node.ins), node.eqn.params["dimension"]
-    if len(at) != 1 or not _is_batch(split := ins[k := at[0]], shapes[k]) or d != split.dim:
+    if len(at) != 1 or not _is_batch(split := ins[k := at[0]], ctx.block.avals[node.ins[k]]) or d != split.dim:
         return None
     before, after = (sum(shape[d] for shape in around) for around in (shapes[:k], shapes[k + 1 :]))
     longer, last_start = _result(split, split.size + before + after), (ctx.n - 1) * split.chunk
@@ -134,7 +134,7 @@ def _with_rows_around(ctx: RuleContext, node: Node, ins: Sequence[Placement]) ->
 def _ends_apart(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Take a batch apart into its bulk and a few rows before or behind: the derivative of putting them there."""
     split, sizes, aval = ins[0], node.eqn.params["sizes"], ctx.block.avals[node.ins[0]]
-    if not _is_batch(split, aval.shape) or node.eqn.params["axis"] != split.dim or not is_wide(aval.dtype):
+    if not _is_batch(split, aval) or node.eqn.params["axis"] != split.dim or not is_wide(aval.dtype):
         return None
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     bulk = max(range(len(sizes)), key=lambda k: sizes[k])
@@ -156,9 +156,10 @@ def _ends_apart(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strat
 # --- what they have in common
 
 
-def _is_batch(placement: Placement, shape: tuple[int, ...]) -> TypeGuard[Split]:
-    """Check whether a value is split into one run of rows on each device."""
-    return isinstance(placement, Split) and not placement.of_state and placement.outer == 1 and 0 not in shape
+def _is_batch(placement: Placement, aval: Aval) -> TypeGuard[Split]:
+    """Check whether a value, of numbers, is split into one run of rows on each device."""
+    of_numbers = bool(aval.size) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    return of_numbers and isinstance(placement, Split) and not placement.of_state and placement.outer == 1
 
 
 def _result(split: Split, size: int) -> Split:
