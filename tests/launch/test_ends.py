@@ -98,6 +98,14 @@ def test_the_last_line_of_a_failed_job_says_why(
     assert "prterun" not in done.stderr
 
 
+def test_the_last_line_has_the_line_of_the_script_if_all_is_read_at_once(jaxdist: Jaxdist, tmp_path: Path) -> None:
+    script, what = tmp_path / "both.py", "ValueError: the ranks make different calls"
+    text = f"[jaxdist rank 0] {what}\n[jaxdist rank 0] rank 0 (vm, pid 1) failed: {what} (a.py:7)\n"
+    script.write_text(f"import os, sys\nos.write(2, {text.encode()!r})\nsys.exit(1)\n")
+    done = jaxdist("run", "-n", 2, "--launcher", "env", script)
+    assert done.stderr.splitlines()[-1].endswith(f"failed: {what} (a.py:7)"), done.stderr
+
+
 @MPI
 @pytest.mark.slow
 def test_a_rank_that_is_killed_while_mpirun_is_stopped_ends_the_job(jaxdist: Jaxdist) -> None:
