@@ -1,4 +1,4 @@
-"""Where the devices of a mesh are: the process and the host of each, and the part of a batch that it takes."""
+"""A map of the devices of a mesh: the process and host of each, and its part of a batch."""
 
 import functools
 from collections.abc import Hashable, Sequence
@@ -20,12 +20,12 @@ class Share(NamedTuple):
     part_count: int  # of the whole batch, over all processes
 
     def rows(self, total: int) -> slice:
-        """Return its rows of a batch with so many. Each part has equally many; the last ones have fewer."""
+        """Return the rows that the process passes of a batch of `total`. Parts are equal, or the last ones shorter."""
         each = -(-total // self.part_count)
         return slice(min(total, self.parts.start * each), min(total, self.parts.stop * each))
 
     def size(self, total: int) -> int:
-        """Return the number of its rows of a batch with so many."""
+        """Return how many rows the process passes of a batch of `total`."""
         rows = self.rows(total)
         return rows.stop - rows.start
 
@@ -75,7 +75,7 @@ class DeviceMap:
 
     @property
     def first_devices(self) -> dict[int, Device]:
-        """The first device of each process, which stands for it in what is sent between processes."""
+        """The first device of each process, which represents it between processes."""
         return dict(zip(reversed(self.processes), reversed(list(self.mesh.devices.flat)), strict=True))
 
     @property
@@ -86,7 +86,7 @@ class DeviceMap:
 
     @functools.cached_property
     def shares(self) -> dict[int, Share]:
-        """What each process passes of a batch."""
+        """The share of a batch that each process passes."""
         parts: dict[int, list[int]] = {}
         for part, process in sorted(set(zip(self.parts, self.processes, strict=True))):
             parts.setdefault(process, []).append(part)
@@ -113,7 +113,7 @@ class DeviceMap:
         return list(sharers.values())
 
     def share(self, process: int) -> Share:
-        """Return what a process passes: nothing if none of its devices are in the mesh."""
+        """Return the share of a process: an empty one if none of its devices are in the mesh."""
         return self.shares.get(process, Share(range(0), 1))
 
     def rows_of_all(self, rows_here: int) -> int:
@@ -126,5 +126,5 @@ _map = functools.lru_cache(64)(DeviceMap)  # what follows from a map is found on
 
 @functools.lru_cache(1024)
 def same_rows_somewhere(device_map: DeviceMap, one: int, other: int) -> bool:
-    """Check whether some process passes as many rows of a batch of one size as of a batch of another."""
+    """Check whether some process passes equally many rows of batches of two different sizes."""
     return one != other and any(share.size(one) == share.size(other) for share in device_map.shares.values())

@@ -17,7 +17,7 @@ Move = Callable[[jax.Array], jax.Array]
 
 
 class Among(NamedTuple):
-    """What the devices of an equation's collective do together."""
+    """The devices of a collective, and their exchanges."""
 
     size: int  # the number of them
     to_all: Move  # an all-to-all of an array's rows
@@ -26,7 +26,7 @@ class Among(NamedTuple):
 
 
 def rules(among: Callable[[JaxprEqn], Among]) -> dict[Primitive, Rule]:
-    """Return rules (see `ir.interpreter`) for collectives from placements, given what an equation's devices do."""
+    """Return rules (see `ir.interpreter`) for collectives from placements, given the devices of each."""
 
     def all_reduce(_: Interpreter, eqn: JaxprEqn, x: jax.Array) -> jax.Array:
         return among(eqn).total(x, eqn.params["wire"]) if x.size else jnp.zeros(x.shape, x.dtype)

@@ -152,7 +152,8 @@ class Job:
         """Return lines, without prterun's where more is known; note the first cause of a failure that they tell."""
         # To search all lines takes time.
         told = not (self._cause and self._failing) and (b"[jaxdist rank" in lines or b"PRTE" in lines)
-        for match in _CAUSE.finditer(lines) if told else ():  # the line with the script's may come with the first
+        # One read may hold several, and a later one has the script's line.
+        for match in _CAUSE.finditer(lines) if told else ():
             cause = (match[1] or match[3]).decode(errors="replace")
             if not self._cause:
                 self._cause, self._failing = cause, (match[2] or b"").decode()

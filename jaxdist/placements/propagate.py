@@ -100,7 +100,8 @@ def _scatter_summands(infer: Inference, propagation: Propagation, summands: Mapp
         if propagation.placements[i] != REPLICATED or i in outputs:
             continue
         forms, aval = propagation.forms_of(i), block.avals[i]
-        if len(forms) == 1 and isinstance(target := forms.pop(), Split) and target.is_tile(infer.devices):
+        target = forms.pop() if len(forms) == 1 else None
+        if isinstance(target, Split) and infer.reshard(summand, target, aval) == "reduce-scatter":
             propagation.placements[i] = target
             k = next(k for k, message in enumerate(messages) if message.value == i)
             size = infer.bytes_sent("reduce-scatter", summand, target, aval)

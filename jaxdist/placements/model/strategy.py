@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jaxdist.ir.fingerprint import type_text
-from jaxdist.machine import VIRTUAL, Link, Machine
+from jaxdist.machine import Link, Machine
 from jaxdist.mesh import Axis
 from jaxdist.placements.model.block import Block, Node
 from jaxdist.placements.model.values import REPLICATED, Deferred, Form, Partial, Placement, Split
@@ -28,9 +28,9 @@ class MeshAxis:
 
     name: str
     size: int
-    outer: tuple[Axis, ...] = ()  # placed before it
-    inner: tuple[Axis, ...] = ()  # placed after it
-    machine: Machine = VIRTUAL  # its devices
+    outer: tuple[Axis, ...]  # placed before it
+    inner: tuple[Axis, ...]  # placed after it
+    machine: Machine  # its devices
 
     @property
     def placed(self) -> tuple[Axis, ...]:

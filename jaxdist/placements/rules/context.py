@@ -275,3 +275,15 @@ def refuse(node: Node, why: str) -> StepError:
 def resolved(placement: Placement) -> Placement:
     """Return the placement of a value passed into control flow: a deferred one is made whole."""
     return Replicated(placement.const) if isinstance(placement, Deferred) else placement
+
+
+def inside(p: Placement) -> Placement:
+    """Return the placement of a value inside a body."""
+    if isinstance(p, Partial):
+        return REPLICATED
+    return replace(p, whole=False, requested=False) if isinstance(p, Split) else resolved(p)
+
+
+def throughout(p: Placement) -> Placement:
+    """Return the placement of a loop constant in a body; a deferred one takes the form used."""
+    return p if isinstance(p, Deferred) else inside(p)

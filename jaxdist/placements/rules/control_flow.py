@@ -19,8 +19,8 @@ from jaxdist.mesh import AXIS, GROUP, Axis
 from jaxdist.placements.model.block import Node
 from jaxdist.placements.model.strategy import DeviceContext, MeshAxis, Propagation, Sends, Strategy, nbytes, sliced
 from jaxdist.placements.model.values import REPLICATED, Partial, Placement, Replicated, Split, form, is_narrow
-from jaxdist.placements.rules.context import RuleContext, refuse, resolved, special
-from jaxdist.placements.rules.loops import bound, inside, join, throughout
+from jaxdist.placements.rules.context import RuleContext, inside, refuse, resolved, special, throughout
+from jaxdist.placements.rules.loops import bound, join
 from jaxdist.placements.rules.summands import is_zero
 
 

@@ -15,7 +15,6 @@ from jaxdist.placements.model.cost import cost, seconds
 from jaxdist.placements.model.strategy import DeviceContext, Inference, Propagation, Run, Strategy, nbytes, sliced
 from jaxdist.placements.model.values import (
     REPLICATED,
-    Deferred,
     Form,
     Partial,
     Placement,
@@ -25,7 +24,7 @@ from jaxdist.placements.model.values import (
     is_wide,
     tile,
 )
-from jaxdist.placements.rules.context import RuleContext, resolved, special
+from jaxdist.placements.rules.context import RuleContext, inside, resolved, special, throughout
 from jaxdist.placements.rules.summands import is_zero
 
 _ADDS = ADDITION | CONTROL_FLOW | {"sub", "convert_element_type", "select_n"}
@@ -34,18 +33,6 @@ _HELD = 2  # times the largest array that iterations gather may be held througho
 _TRIPS = 2  # assumed of a `while`: fewer would not be a loop
 
 Carried = tuple[Sequence[Placement], Propagation]  # a loop's carries, and its body
-
-
-def inside(p: Placement) -> Placement:
-    """Return the placement of a value inside a body."""
-    if isinstance(p, Partial):
-        return REPLICATED
-    return replace(p, whole=False, requested=False) if isinstance(p, Split) else resolved(p)
-
-
-def throughout(p: Placement) -> Placement:
-    """Return the placement of a loop constant in a body; a deferred one takes the form used."""
-    return p if isinstance(p, Deferred) else inside(p)
 
 
 def join(a: Placement, b: Placement) -> Placement:
