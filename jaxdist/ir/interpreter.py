@@ -71,16 +71,20 @@ INLINED = {
 
 def subjaxprs(eqn: JaxprEqn) -> Iterator[ClosedJaxpr]:
     """Yield the jaxprs among an equation's parameters, also inside tuples, lists, dictionaries, and records."""
-    for value in eqn.params.values():
-        yield from _jaxprs(value)
+    return _jaxprs(eqn.params.values())
 
 
-def _jaxprs(value: Any) -> Iterator[ClosedJaxpr]:
-    if isinstance(value, (ClosedJaxpr, Jaxpr)):
-        yield compat.closed(value)
-    else:
-        for _, item in _items(value):
-            yield from _jaxprs(item)
+def _jaxprs(values: Iterable[Any]) -> Iterator[ClosedJaxpr]:
+    for value in values:
+        if type(value) in _PLAIN:
+            continue
+        if isinstance(value, (ClosedJaxpr, Jaxpr)):
+            yield compat.closed(value)
+        else:
+            yield from _jaxprs([item for _, item in _items(value)])
+
+
+_PLAIN = {bool, int, float, str, type(None)}  # types of most parameters
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:

@@ -48,9 +48,7 @@ def propagate(
             strategy = next((other for other in others if other.name == choice.names.get(id(node))), strategy)
             alternatives += [(node, other) for other in others]
         strategies.append(strategy)
-        for i, target in zip(node.ins, strategy.in_forms, strict=True):
-            if target is None or not isinstance(ctx.placements[i], (Split, Partial)):
-                continue
+        for i, target in _changed(ctx, node, strategy):
             if isinstance(ctx.placements[i], Partial) and not isinstance(target, Partial) and i in block.input_index:
                 reduced_inputs.add(block.input_index[i])
             messages.reshard(node, i, target, strategy.why or strategy.instead)
@@ -78,6 +76,17 @@ def propagate(
     )
     _scatter_summands(infer, propagation, summands)
     return propagation
+
+
+def _changed(ctx: RuleContext, node: Node, strategy: Strategy) -> Sequence[tuple[int, Form]]:
+    """Return the operands that are sent to change their form; a strategy is for operands of certain placements."""
+    if strategy.changed is None:
+        pairs = zip(node.ins, strategy.in_forms, strict=True)
+        needed = [(i, target) for i, target in pairs if target is not None]
+        strategy.changed = [
+            (i, target) for i, target in needed if ctx.infer.reshard(ctx.placements[i], target, ctx.block.avals[i])
+        ]
+    return strategy.changed
 
 
 def _place_inputs(ctx: RuleContext, in_placements: Sequence[Placement]) -> set[int]:

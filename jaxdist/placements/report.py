@@ -49,9 +49,11 @@ def rows(over: Sequence[Propagation]) -> list[Row]:
         share = again / work(placed)
         return [*listed, Row(placed.axis.name, "repeated", "all of it", "", 0, again, share, why, instead)]
     for placed in over:
-        total, repeated = work(placed), Counter[tuple[str, str]]()
+        total, repeated = 0, Counter[tuple[str, str]]()
         for node, cost, again in _work(placed, 1):
-            repeated[node.name, node.line] += cost * again
+            total += cost
+            if again:
+                repeated[node.name, node.line] += cost
         why = "every device has all of its operands"
         listed += [
             Row(placed.axis.name, "repeated", name, line, 0, cost, cost / total, why)

@@ -31,13 +31,14 @@ class Node:
     described: list[factors.Factors | None] = field(default_factory=list, init=False)  # its factors, once requested
     # its strategies, by its operands' placements: propagations of a block differ in few operations
     strategies: dict[Any, Any] = field(default_factory=dict, init=False)
+    latest: tuple[Any, Any] = field(default=(None, None), init=False)  # the key and strategies of the last propagation
 
     @property
     def line(self) -> str:
         """``file:line`` of the user's code; "" where JAX does not know it."""
         return next(filter(None, map(compat.user_line, (self.eqn, *self.calls))), "")
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         return self.eqn.primitive.name
 

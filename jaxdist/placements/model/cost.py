@@ -44,10 +44,13 @@ def seconds(placed: Propagation, machine: Machine, memory: bool = True) -> float
 
 def seconds_of(block: Block, node: Node, strategy: Strategy, machine: Machine, memory: bool = True) -> float:
     """Estimate a device's seconds for an operation: its products, its memory traffic."""
+    is_entrywise = node.name not in CONTRACTION and node.name not in _FACTORIZATION
+    if is_entrywise and (not memory or _is_in_a_loop(block, node)):
+        return 0.0
     cost, dtype = flops(block, node, strategy), block.avals[node.outs[0]].dtype if node.outs else np.dtype("float32")
     size = itemsize(dtype)
-    if node.name not in CONTRACTION and node.name not in _FACTORIZATION:  # results count, once per fused loop
-        return 0.0 if not memory or _is_in_a_loop(block, node) else machine.seconds(0, cost * size)
+    if is_entrywise:  # results count, once per fused loop
+        return machine.seconds(0, cost * size)
     touched = zip((*node.ins, *node.outs), (*strategy.in_forms, *strategy.out_placements), strict=True)
     entries = sum(math.prod(local_shape(block.avals[i].shape, p)) for i, p in touched)
     return machine.seconds(cost, entries * size if memory else 0, dtype)

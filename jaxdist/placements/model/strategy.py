@@ -1,5 +1,6 @@
 """The results of inference: a strategy for each operation, and the placements of a whole block."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -113,6 +114,7 @@ class Strategy:
     out_forms: Sequence[Form] = ()  # the form to convert each result to at once, if any
     name: str = ""  # the option's name; the default option has none
     seconds: dict[bool, float] = field(default_factory=dict)  # that it computes, with and without its memory traffic
+    changed: Sequence[tuple[int, Form]] | None = None  # operands that are sent, with their new forms, once known
 
 
 @dataclass(frozen=True)
@@ -292,6 +294,7 @@ def nbytes(aval: Any) -> int:
     return math.prod(aval.shape) * itemsize(aval.dtype)
 
 
+@functools.lru_cache(maxsize=64)
 def itemsize(dtype: Any) -> int:
     """Return the bytes of an entry; of a PRNG key, those of its data."""
     return 8 if jnp.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize

@@ -143,6 +143,7 @@ def local_shape(shape: Sequence[int], placement: Placement | None) -> tuple[int,
     return placement.shape(shape) if isinstance(placement, Split) else tuple(shape)
 
 
+@functools.lru_cache(maxsize=64)
 def wide(dtype: np.dtype) -> np.dtype:
     """Return the dtype for summands: 16-bit floats may overflow where their sum does not."""
     if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4:
@@ -150,6 +151,7 @@ def wide(dtype: np.dtype) -> np.dtype:
     return dtype
 
 
+@functools.lru_cache(maxsize=64)
 def is_wide(dtype: np.dtype) -> bool:
     """Check whether a dtype can be summed in any order: numbers of a byte or more, not booleans or keys."""
     if jnp.issubdtype(dtype, jnp.integer):

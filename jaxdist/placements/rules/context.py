@@ -81,13 +81,17 @@ class RuleContext:
         """Return the strategies of an operation, given the placements of its operands: a function of the key."""
         ins = [self.placements[i] for i in node.ins]
         key: tuple[object, ...] = tuple(ins)
-        if summands := [i for i, p in zip(node.ins, ins, strict=True) if isinstance(p, Partial)]:
+        if Partial in map(type, ins):
+            summands = [i for i in node.ins if isinstance(self.placements[i], Partial)]
             key = (*key, *map(self.slices.get, summands), *(i in self.later for i in summands))
         if self.may_stay_partial:
             key = (*key, *(o in self.may_stay_partial for o in node.outs))
+        if key == node.latest[0]:  # mostly the same objects, which compare faster than they hash
+            return node.latest[1]
         if (known := node.strategies.get(key)) is None:
             with node.named_in_errors():
                 known = node.strategies[key] = self._strategies(node, ins)
+        node.latest = key, known
         return known
 
     def _strategies(self, node: Node, ins: list[Placement]) -> Strategies:

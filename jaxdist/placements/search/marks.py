@@ -151,30 +151,26 @@ def marked(infer: Inference, block: Block) -> dict[int, int]:
 def used_in_slices(infer: Inference, placed: Propagation) -> dict[int, Split]:
     """Find summands of which each device uses one slice, like the gradient of a gathered value, and the slices."""
     block, placements = placed.block, placed.placements
-    uses: dict[int, set[Form]] = {i: {REPLICATED} for i in block.outputs}
+    used = dict[int, Form](dict.fromkeys(block.outputs, REPLICATED))  # the form of all uses, or whole if they differ
     slices: dict[int, Split] = {}
     for node, strategy in zip(reversed(block.nodes), reversed(placed.strategies), strict=True):
-        in_forms = [in_form or REPLICATED for in_form in strategy.in_forms]
+        in_forms = strategy.in_forms
         for i, placement in zip(node.outs, strategy.out_placements, strict=True):
-            if isinstance(placement, Partial) and (split := _slice(uses.get(i))) and split.is_tile(infer.devices):
+            split = used.get(i) if isinstance(placement, Partial) else None
+            if isinstance(split, Split) and split.is_tile(infer.devices):
                 slices[i] = split
         # Work that is repeated on the way can be cut too.
-        whole = strategy.run is run_as_is and not any(isinstance(placements[i], Split) for i in node.ins)
-        split = _slice(uses.get(node.outs[0])) if whole and len(node.outs) == 1 and not node.eqn.effects else None
-        described = block.factors(node) if split else None
-        factor = described.results[0][split.dim] if described and split else None
-        if described and split and factor is not None:
-            operands = described.operands
-            in_forms = [split.along(dims.index(factor)) if factor in dims else REPLICATED for dims in operands]
-        for i, form_ in zip(node.ins, in_forms, strict=True):
-            uses.setdefault(i, set()).add(form_)
+        split = used.get(node.outs[0]) if strategy.run is run_as_is and len(node.outs) == 1 else None
+        if isinstance(split, Split) and not node.eqn.effects:
+            described = block.factors(node) if not any(isinstance(placements[i], Split) for i in node.ins) else None
+            factor = described.results[0][split.dim] if described else None
+            if described and factor is not None:
+                operands = described.operands
+                in_forms = [split.along(dims.index(factor)) if factor in dims else REPLICATED for dims in operands]
+        for i, target in zip(node.ins, in_forms, strict=True):
+            if target != used.setdefault(i, target or REPLICATED):
+                used[i] = REPLICATED
     return slices
-
-
-def _slice(forms: set[Form] | None) -> Split | None:
-    """Return the only form if it is a slice, else None."""
-    only = next(iter(forms)) if forms and len(forms) == 1 else None
-    return only if isinstance(only, Split) else None
 
 
 # --- groups of devices that share sharded leaves

@@ -4,6 +4,7 @@ An owner's cost depends on the owners of all other matrices, so all are assigned
 Reference: Anil et al., *Scalable Second Order Optimization for Deep Learning*, arXiv 2002.09018.
 """
 
+import functools
 import heapq
 from collections import Counter
 from collections.abc import Sequence
@@ -45,7 +46,7 @@ class Owned(Node):
 
     works: Sequence[Work] = field(default_factory=list)
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         return owners_p.name
 
