@@ -15,6 +15,11 @@ from jax.interpreters import mlir
 Operation = Callable[[Any, Any], Any]
 
 
+def recurrence(a: Any, u: Any) -> Any:
+    """h[t] = a[t] * h[t - 1] + u[t]."""
+    return lax.associative_scan(lambda p, q: (q[0] * p[0], q[0] * p[1] + q[1]), (a, u))[1]
+
+
 def state() -> dict[str, Any]:
     rng = np.random.default_rng(5)
     shapes = {"w": (6, 6), "v": (6,), "table": (9, 5), "kernel": (3, 3, 2, 4), "deep": (3, 3, 1, 4), "wave": (3, 6, 2)}
@@ -182,6 +187,16 @@ SHAPES: dict[str, Operation] = {
     "barrier": lambda w, b: lax.optimization_barrier({"x": b["x"] * 2, "s": b["x"].sum(), "w": w["v"], "i": b["i"]}),
     "clip": lambda w, b: [jnp.clip(b["x"], -1, 1), lax.clamp(w["v"] * 0 - 1, b["x"][0], w["v"] * 0 + 1)],
     "bits": lambda w, b: [lax.bitcast_convert_type(b["x"], jnp.uint32), lax.bitcast_convert_type(b["u32"], jnp.int32)],
+    "every second": lambda w, b: [
+        b["x"][::2], b["x"][1::2], b["x"][3:-1:2].max(0), b["z"][::3, ::2], b["i"][2::2].sum(), b["x"][::2][:2],
+        jax.grad(lambda x: jnp.sin(x[1::2]).sum() + jnp.cos(x[:-1:2]).sum())(b["x"]),
+        lax.pad(b["x"], 9.0, ((0, 1, 1), (0, 1, 1))).min(0), lax.pad(b["y"], 7.0, ((2, 0, 2), (0, 0, 0))).max(0),
+        lax.pad(b["x"], 9.0, ((-1, -2, 1), (0, 0, 0))).min(0), lax.pad(b["i"], np.int32(0), ((-2, 1, 0),)),
+        jax.grad(lambda x: jnp.sin(lax.pad(x, 0.0, ((1, 2, 1), (0, 0, 0)))).sum())(b["x"])],
+    "associative scans": lambda w, b: [
+        *(lax.associative_scan(f, b["x"], reverse=back) for f in (jnp.add, jnp.maximum) for back in (False, True)),
+        lax.associative_scan(jnp.logical_or, b["m"]), lax.associative_scan(jnp.matmul, b["spd"]),
+        jax.grad(lambda x: jnp.sin(recurrence(jnp.tanh(x), b["y"])).sum())(b["x"])],
 }  # fmt: skip
 
 REDUCTIONS: dict[str, Operation] = {
@@ -259,6 +274,8 @@ CONTRACTIONS: dict[str, Operation] = {
         jax.grad(lambda k: jnp.sin(lax.conv_transpose(b["image"], k, (2, 2), "SAME")).sum())(w["kernel"]),
     "along the batch": lambda w, b:
         lax.conv_general_dilated(b["x"][None], w["wave"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")),
+    "along the batch, gradients": lambda w, b: jax.grad(lambda k, x: jnp.sin(lax.conv_general_dilated(
+        x[None], k, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))).sum(), (0, 1))(w["wave"], b["x"]),
     "groups of the batch": lambda w, b:
         lax.conv_general_dilated(jnp.concatenate([b["image"], b["image"] * 2]), w["kernel"], (1, 1), "SAME",
         dimension_numbers=NHWC, batch_group_count=2),
@@ -361,7 +378,6 @@ OTHERS: dict[str, Operation] = {
         jax.nn.glu(b["x"]), jax.nn.standardize(b["x"]), jax.nn.silu(b["x"])],
     "passed on whole": lambda w, b: jax.device_put(jnp.sort(b["x"], 0)) * b["x"],
     "resize": lambda w, b: jax.image.resize(b["image"], (len(b["image"]), 8, 8, 2), "bilinear"),
-    "an associative scan": lambda w, b: [lax.associative_scan(jnp.add, b["x"], axis=a) for a in (0, 1)],
     "a hessian": lambda w, b: jax.hessian(lambda v: jnp.tanh(b["x"] @ v).mean())(w["v"]),
     "custom derivatives": lambda w, b: jax.grad(lambda v: _reversed(b["x"] * v).sum())(w["v"]),
 }  # fmt: skip

@@ -377,6 +377,28 @@ def test_attention_over_a_sequence_in_slices(keys: int, on: dict[str, int]) -> N
     check_steps(train_step(loss, ADAM), state, [array(2, 32, 16)], on=on)
 
 
+# --- images cut along their height
+
+
+@pytest.mark.parametrize("on", [{"sequence": 4}, {"data": 2, "sequence": 2}], ids=str)
+@pytest.mark.parametrize(("rows", "size"), [(16, 3), (15, 5), (13, 1), (9, 3)])
+def test_a_convolution_along_slices(on: dict[str, int], rows: int, size: int) -> None:
+    """Neighbors send the rows at the edge; where a device would have no rows of its own (9 over 4) all is gathered."""
+
+    def loss(w: Any, x: Any) -> Any:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        x = jnp.tanh(lax.conv_general_dilated(x, w["a"], (1, 1), "SAME", dimension_numbers=numbers))
+        x = lax.conv_general_dilated(x, w["b"], (1, 2), "SAME", dimension_numbers=numbers, feature_group_count=2)
+        return jnp.sin(x).mean() + jnp.max(x)
+
+    state = {"a": array(size, 3, 3, 4), "b": array(size, 2, 2, 6)}
+    x = np.random.default_rng(rows).normal(size=(1, 2, rows, 6, 3))
+    check_steps(train_step(loss, ADAM), (state, ADAM.init(state)), x, on=on)
+    if rows == 16:
+        sent = jaxdist.explain(decorated(loss, on), state, x[0]).rows
+        assert {row.what for row in sent if row.operation == "conv_general_dilated"} == {"permute"}
+
+
 # --- what means nothing is refused
 
 WRONG: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [

@@ -213,6 +213,17 @@ def test_a_mix_of_shards_and_of_the_batch_is_of_the_batch() -> None:
     assert sent == ["all-gather of activations"]
 
 
+def test_a_scan_along_the_batch_sends_few_rows() -> None:
+    """JAX takes it apart into every second row, and that again: neighbors send a row each time, then one is left."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sin(operations.recurrence(jax.nn.sigmoid(x * w), x)).mean()
+
+    x = np.random.default_rng(0).normal(size=(1024, 8))
+    rows = jaxdist.explain(decorated(jax.grad(loss), 4), W, x).rows
+    assert sum(row.bytes for row in rows if row.what != "repeated") < x.nbytes / 2
+
+
 SUMMED = jaxdist.per_device(lambda x: jax.lax.psum(x, "data"), P("data"), P())
 
 

@@ -1,11 +1,16 @@
-"""Rules along the batch that need few rows of other devices: sums so far, and shifts by a few rows.
+"""Rules along the batch that need few rows of other devices: sums so far, shifts by a few rows, convolutions.
 
-Both keep the slices: before and after, a device has rows ``i * chunk`` to ``(i + 1) * chunk``, and only the last device
-has padding. For two devices::
+Before and after, a device has rows ``i * chunk`` to ``(i + 1) * chunk`` of the whole, and only the last device has
+padding: copies of the last real row. For two devices::
 
     x          | a b c d | e f g h |
     cumsum(x)  | a .. abcd | e .. efgh | plus what the devices before add up to: each sends its last row
     x[1:]      | b c d e | f g h h |   each device sends its first row to the one before; the last h is padding
+    x[2::2]    | c e | g g |           every second row, then shifted by one
+    conv(x)    of | 0 a b c d e | d e f g h 0 |   each device sends its first and last row, for a kernel of 3 rows
+
+So `jax.lax.associative_scan`, which JAX takes apart into every second row, and these into every second, and so on,
+sends a few rows for each time that a device's rows can be halved.
 
 The scan in blocks: Blelloch, *Prefix Sums and Their Applications*, CMU-CS-90-190, section 1.2.
 """
@@ -22,7 +27,7 @@ from jax import lax
 from jaxdist.communicators import exchange
 from jaxdist.placements.model.block import Node
 from jaxdist.placements.model.strategy import DeviceContext, Sends, Strategy, itemsize
-from jaxdist.placements.model.values import REPLICATED, Aval, Form, Partial, Placement, Split, form, is_wide
+from jaxdist.placements.model.values import REPLICATED, Aval, Form, Partial, Placement, Split, form, is_wide, wide
 from jaxdist.placements.rules.context import RuleContext, special
 from jaxdist.placements.rules.run import identity
 
@@ -55,53 +60,63 @@ def _cumulative(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strat
         # Padding is a copy of the last real row, whose result, from behind, is itself.
         return [jnp.where(device.real(split, out.ndim), out, xs[0]) if is_reversed and is_padded else out]
 
-    return Strategy([form(split)], [_result(split, split.size)], run, sends=[_rows_sent(ctx, node, d, 1, "all-gather")])
+    return Strategy(
+        [form(split)], [_result(split, split.size)], run, sends=[_rows_sent(ctx.n, aval, d, 1, "all-gather")]
+    )
 
 
 @special("slice")
 def _without_ends(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Drop a few rows of a batch at its ends, or all but a few."""
+    """Drop a few rows of a batch at its ends, or all but a few; or take every second, third, ..."""
     split, params = ins[0], node.eqn.params
-    if not _is_batch(split, ctx.block.avals[node.ins[0]]) or (params["strides"] and set(params["strides"]) != {1}):
+    if not _is_batch(split, aval := ctx.block.avals[node.ins[0]]):
         return None
-    d, start = split.dim, params["start_indices"][split.dim]
-    count = params["limit_indices"][d] - start
+    d, count = split.dim, ctx.block.avals[node.outs[0]].shape[split.dim]
+    starts, strides = params["start_indices"], params["strides"] or (1,) * aval.ndim
+    start, stride = starts[d], strides[d]
 
-    def others(x: jax.Array) -> jax.Array:
-        """The slice in all other dimensions."""
+    def part(x: jax.Array, first: int, step: int) -> jax.Array:
+        """The slice in all other dimensions, and of a device's rows every `step`-th."""
         limits = [n if k == d else params["limit_indices"][k] for k, n in enumerate(x.shape)]
-        return lax.slice(x, [0 if k == d else n for k, n in enumerate(params["start_indices"])], limits)
+        along = lambda values, value: [value if k == d else other for k, other in enumerate(values)]
+        return lax.slice(x, along(starts, first), limits, along(strides, step))
 
-    if 0 < count <= split.chunk // 2 and is_wide(ctx.block.avals[node.ins[0]].dtype):
-        pick = lambda device, node, xs: [_among_zeros(device, others(xs[0]), split, start, count)]
+    if 0 < count <= split.chunk // 2 and is_wide(aval.dtype):
+        pick = lambda device, node, xs: [_among_zeros(device, part(xs[0], 0, 1), split, start, count, stride)]
         return Strategy([form(split)], [Partial(bits=True)], pick)
-    left = _result(split, count)
-    if count == split.size or not _has_all_devices(ctx, left, start):
+    if split.chunk % stride or count == split.size:
         return None
-    run = lambda device, node, xs: [_repeat_last(device, _shifted(device, others(xs[0]), d, start), left)]
-    return Strategy([form(split)], [left], run, sends=_neighbors(ctx, node, d, start))
+    left, (shift, first) = _result(split, count, split.chunk // stride), divmod(start, stride)
+    if not _has_all_devices(ctx, left, shift):
+        return None
+    run = lambda device, node, xs: [_repeat_last(device, _shifted(device, part(xs[0], first, stride), d, shift), left)]
+    return Strategy([form(split)], [left], run, sends=_neighbors(ctx, node, d, shift))
 
 
 @special("pad")
 def _with_filled_ends(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Fill a few rows at the ends of a batch: the derivative of dropping them."""
+    """Fill a few rows at the ends of a batch and between its rows, or drop some: the derivative of a slice."""
     split, config = ins[0], node.eqn.params["padding_config"]
     if not _is_batch(split, ctx.block.avals[node.ins[0]]):
         return None
     d = split.dim
-    before, after, between = config[d]
-    longer = _result(split, split.size + before + after)
-    if min(before, after) < 0 or between or before + after == 0 or not _has_all_devices(ctx, longer, before):
+    before, after, between = map(int, config[d])
+    if before == after == between == 0:
+        return None
+    # Between the rows, a device has all that is needed; then they move.
+    stride, first, end = between + 1, before % (between + 1), before + (split.size - 1) * (between + 1)
+    longer = _result(split, end + 1 + after, split.chunk * stride)
+    if not _has_all_devices(ctx, longer, abs(before - first)):
         return None
 
     def run(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
         x, filler = xs
-        x = lax.pad(x, filler, [(0, 0, 0) if k == d else sides for k, sides in enumerate(config)])
-        row = _along(device.index * split.chunk + jnp.arange(split.chunk), d, x.ndim)
-        x = jnp.where((row >= before) & (row < before + split.size), _shifted(device, x, d, -before), filler)
+        x = lax.pad(x, filler, [(first, between - first, between) if k == d else c for k, c in enumerate(config)])
+        row = _along(device.index * longer.chunk + jnp.arange(longer.chunk), d, x.ndim)
+        x = jnp.where((row >= before) & (row <= end), _shifted(device, x, d, first - before), filler)
         return [_repeat_last(device, x, longer)]
 
-    return Strategy([form(split), REPLICATED], [longer], run, sends=_neighbors(ctx, node, d, before))
+    return Strategy([form(split), REPLICATED], [longer], run, sends=_neighbors(ctx, node, d, abs(before - first)))
 
 
 @special("concatenate")
@@ -153,6 +168,45 @@ def _ends_apart(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strat
     return Strategy([form(split)], out_placements, run, sends=_neighbors(ctx, node, split.dim, starts[bulk]))
 
 
+@special("conv_general_dilated")
+def _with_halos(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    """Convolve along the rows: a device gets the few around its own (a halo), and zeros beyond the ends.
+
+    The kernel is whole, or it is split as the rows are: then the result is the gradient of a kernel, a sum over rows.
+    """
+    (split, kernel), params, numbers = ins, node.eqn.params, node.eqn.params["dimension_numbers"]
+    aval, out = ctx.block.avals[node.ins[0]], ctx.block.avals[node.outs[0]]
+    if not _is_batch(split, aval) or split.dim not in numbers.lhs_spec[2:]:
+        return None
+    k = numbers.lhs_spec[2:].index(split.dim)
+    is_plain = all(params[name][k] == 1 for name in ("window_strides", "lhs_dilation", "rhs_dilation"))
+    halo, after = params["padding"][k]
+    if not is_plain or halo != after or halo < 0 or not _has_all_devices(ctx, split, halo):
+        return None
+    along_kernel, kernel_form = numbers.rhs_spec[2 + k], form(kernel)
+    if not isinstance(kernel, Split) or kernel.of_state:
+        result: Placement = _result(split, split.size).along(numbers.out_spec[2 + k])
+        if out.shape[numbers.out_spec[2 + k]] != split.size:
+            return None
+        kernel_form = REPLICATED
+    elif kernel_form == form(split.along(along_kernel)) and is_wide(out.dtype) and wide(out.dtype) == out.dtype:
+        result = Partial(gradient=node.backward)
+    else:
+        return None
+    padding = [(0, 0) if j == k else sides for j, sides in enumerate(params["padding"])]
+
+    def run(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
+        if split.is_padded(device.n):
+            xs[0] = device.masked(xs[0], split, 0)
+            xs[1] = device.masked(xs[1], kernel_form, 0) if isinstance(kernel_form, Split) else xs[1]
+        around = _with_halo(device, xs[0], split.dim, halo)
+        (y,) = device.bind(node, [around, xs[1]], {**params, "padding": tuple(padding)})
+        return [_repeat_last(device, y, result) if isinstance(result, Split) else y]
+
+    sends = [_rows_sent(ctx.n, aval, split.dim, halo, "permute")] * 2 if halo else []
+    return Strategy([form(split), kernel_form], [result], run, sends=sends)
+
+
 # --- what they have in common
 
 
@@ -162,8 +216,8 @@ def _is_batch(placement: Placement, aval: Aval) -> TypeGuard[Split]:
     return of_numbers and isinstance(placement, Split) and not placement.of_state and placement.outer == 1
 
 
-def _result(split: Split, size: int) -> Split:
-    return replace(split, size=size, whole=False, requested=False)
+def _result(split: Split, size: int, chunk: int | None = None) -> Split:
+    return replace(split, size=size, chunk=chunk or split.chunk, whole=False, requested=False)
 
 
 def _has_all_devices(ctx: RuleContext, split: Split, shift: int) -> bool:
@@ -171,29 +225,43 @@ def _has_all_devices(ctx: RuleContext, split: Split, shift: int) -> bool:
     return shift < split.chunk and (ctx.n - 1) * split.chunk < split.size <= ctx.n * split.chunk
 
 
-def _rows_sent(ctx: RuleContext, node: Node, d: int, count: int, kind: str) -> Sends:
-    """Return the message in which each device sends some rows."""
-    aval = ctx.block.avals[node.outs[0]]
+def _rows_sent(devices: int, aval: Aval, d: int, count: int, kind: str) -> Sends:
+    """Return the message in which each device sends some rows of a value along a dimension."""
     row = math.prod(n for k, n in enumerate(aval.shape) if k != d) * itemsize(aval.dtype)
-    return Sends(kind, ctx.n * count * row)
+    return Sends(kind, devices * count * row)
 
 
 def _neighbors(ctx: RuleContext, node: Node, d: int, count: int) -> list[Sends]:
-    return [_rows_sent(ctx, node, d, count, "permute")] if count else []
+    """Return what `_shifted` sends."""
+    return [_rows_sent(ctx.n, ctx.block.avals[node.outs[0]], d, count, "permute")] if count else []
 
 
 def _shifted(device: DeviceContext, x: jax.Array, d: int, count: int) -> jax.Array:
     """Move rows to the front by `count`: the next device's come in; if negative, to the back."""
     rows = x.shape[d]
-    first, last = (0, count) if count > 0 else (rows + count, rows)
-    pairs = [(i + 1, i) if count > 0 else (i, i + 1) for i in range(device.n - 1)]
+    if count > 0:
+        came = _from_neighbor(device, lax.slice_in_dim(x, 0, count, axis=d), -1)
+        return lax.concatenate([lax.slice_in_dim(x, count, rows, axis=d), came], d)
+    if count < 0:
+        came = _from_neighbor(device, lax.slice_in_dim(x, rows + count, rows, axis=d), 1)
+        return lax.concatenate([came, lax.slice_in_dim(x, 0, rows + count, axis=d)], d)
+    return x
+
+
+def _with_halo(device: DeviceContext, x: jax.Array, d: int, count: int) -> jax.Array:
+    """Put rows of both neighbors around a device's own; zeros where it has no neighbor."""
     if not count:
         return x
-    sent, back = exchange.bits(lax.slice_in_dim(x, first, last, axis=d))
-    came = back(lax.ppermute(sent, device.axis, pairs))
-    if count > 0:
-        return lax.concatenate([lax.slice_in_dim(x, count, rows, axis=d), came], d)
-    return lax.concatenate([came, lax.slice_in_dim(x, 0, rows + count, axis=d)], d)
+    rows = x.shape[d]
+    before = _from_neighbor(device, lax.slice_in_dim(x, rows - count, rows, axis=d), 1)
+    return lax.concatenate([before, x, _from_neighbor(device, lax.slice_in_dim(x, 0, count, axis=d), -1)], d)
+
+
+def _from_neighbor(device: DeviceContext, x: jax.Array, step: int) -> jax.Array:
+    """Send rows to the next device, or the previous one; return those that come in."""
+    sent, back = exchange.bits(x)
+    ends = [(i, i + step) for i in range(device.n) if 0 <= i + step < device.n]
+    return back(lax.ppermute(sent, device.axis, ends))
 
 
 def _repeat_last(device: DeviceContext, x: jax.Array, split: Split) -> jax.Array:
@@ -204,9 +272,11 @@ def _repeat_last(device: DeviceContext, x: jax.Array, split: Split) -> jax.Array
     return jnp.where(device.real(split, x.ndim), x, lax.slice_in_dim(x, last, last + 1, axis=split.dim))
 
 
-def _among_zeros(device: DeviceContext, x: jax.Array, split: Split, start: int, count: int) -> jax.Array:
+def _among_zeros(
+    device: DeviceContext, x: jax.Array, split: Split, start: int, count: int, stride: int = 1
+) -> jax.Array:
     """Return rows of the whole where this device has them, and zeros elsewhere."""
-    row = start + jnp.arange(count) - device.index * split.chunk
+    row = start + stride * jnp.arange(count) - device.index * split.chunk
     is_here = _along((row >= 0) & (row < split.chunk), split.dim, x.ndim)
     rows = jnp.take(x, jnp.clip(row, 0, split.chunk - 1), axis=split.dim)
     return jnp.where(is_here, rows, jnp.zeros((), x.dtype))
