@@ -123,20 +123,19 @@ class Emitter:
         return out
 
     def _convert(self, i: int, target: Form, forms: dict[Any, Any]) -> Any:
-        aval = self.block.avals[i]
-        summand = next((f for f in forms if isinstance(f, Partial)), None)
+        aval, placed_form = self.block.avals[i], form(self.placed.placements[i])
+        if isinstance(target, Split) and REPLICATED in forms:
+            return self.cut(forms[REPLICATED], target)
+        # From where propagation says that it is; from a summand before it is added up for the first time.
+        source = next(f for f in (placed_form, *forms) if f in forms and isinstance(f, (Partial, Split)))
         if isinstance(target, Split):
-            if REPLICATED in forms:
-                return self.cut(forms[REPLICATED], target)
-            source = summand or next(f for f in forms if isinstance(f, Split))
-            if in_one_collective(source, target, self.n, aval.dtype):
-                if isinstance(source, Partial):
-                    return self._scatter(i, forms[source], source, target)
-                return self._exchange(forms[source], source, target)
-            return self.cut(self.take(i, REPLICATED), target)
-        if summand is not None:
-            return self._reduce(i, forms[summand], summand)
-        source = next(f for f in forms if isinstance(f, Split))
+            if not in_one_collective(source, target, self.n, aval.dtype):
+                return self.cut(self.take(i, REPLICATED), target)
+            if isinstance(source, Partial):
+                return self._scatter(i, forms[source], source, target)
+            return self._exchange(forms[source], source, target)
+        if isinstance(source, Partial):
+            return self._reduce(i, forms[source], source)
         return self._gather(forms[source], source, aval, self._turned(i))
 
     def _wire(self, i: int, dtype: Any) -> str | None:
