@@ -122,7 +122,7 @@ def _mark(params: Mapping[str, Any], source: _From | None, level: int, collected
 
 
 def marked(infer: Inference, block: Block) -> dict[int, int]:
-    """Map each value that leads to a mark, by operations that keep slices apart, to the dimension that it will split."""
+    """Map each value that leads to a mark, by operations that keep slices apart, to the dimension to split."""
     dims: dict[int, int] = {}
     for node in reversed(block.nodes):
         if node.name == "jaxdist_shard":
