@@ -268,10 +268,13 @@ def _always(x: jax.Array) -> jax.Array:
     """Return a boolean that is always true once `x` is known; XLA cannot simplify it."""
     # By slicing: ``x.reshape(-1)`` may copy, if dimensions are permuted.
     first = lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim)).real
-    if not jnp.issubdtype(first.dtype, jnp.floating):
-        return first.astype(jnp.uint8) | 1 != 0
-    wide = first if first.dtype.itemsize >= 4 else first.astype(jnp.float32)
-    return lax.bitcast_convert_type(wide, jnp.dtype(f"uint{8 * wide.dtype.itemsize}")) | 1 != 0
+    if jnp.issubdtype(first.dtype, jnp.floating):
+        wide = first if first.dtype.itemsize >= 4 else first.astype(jnp.float32)
+        bits = lax.bitcast_convert_type(wide, jnp.dtype(f"uint{8 * wide.dtype.itemsize}"))
+    else:
+        bits = first.astype(jnp.uint8)
+    one, zero = (lax.full_like(bits, n) for n in (1, 0))
+    return lax.ne(lax.bitwise_or(bits, one), zero)
 
 
 def _sent_together(parts: Sequence[jax.Array], eqns: Sequence[JaxprEqn], unpack: _Unpack) -> list[jax.Array]:
