@@ -45,6 +45,9 @@ def run(
             min=1, help="Number of virtual CPU devices; any number of ranks that divides it gives the same bits."
         ),
     ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Number of devices of each rank (default: 1 CPU, or its GPUs).")
+    ] = None,
     debug: Annotated[
         int | None, typer.Option(min=0, help="Open pdb at an uncaught exception of this rank. The others wait.")
     ] = None,
@@ -84,6 +87,8 @@ def run(
         environment = {} if debug is None else {"JAXDIST_DEBUG": str(debug)}
         if lanes:
             environment["JAXDIST_LANES"] = str(lanes)
+        if devices:
+            environment["JAXDIST_DEVICES"] = str(devices)
         soon = 0  # quick failures in a row
         for restart in itertools.count():
             environment["JAXDIST_RESTARTS"] = str(restart)

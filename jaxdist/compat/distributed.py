@@ -1,5 +1,7 @@
 """`jax.config`; `jax.distributed`, its client, its key-value store; and MPI below mpi4jax."""
 
+import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +24,13 @@ def use_settings(wanted: Mapping[str, Any]) -> None:
 def platforms_asked() -> str | None:
     """JAX_PLATFORMS, or what the script set; the attribute is there but typed nowhere."""
     return jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def cpu_devices_asked() -> int | None:
+    """The number of CPU devices that the script or its environment asks JAX for; None: it does not."""
+    asked: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+    flag = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return asked if asked > 0 else int(flag[1]) if flag else None
 
 
 def distributed_ids() -> tuple[int, int]:

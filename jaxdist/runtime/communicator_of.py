@@ -22,7 +22,10 @@ def alone(wanted: str, devices: int) -> str:
     return "mpi"
 
 
-def several(size: int, connector: str, wanted: str, platform: str) -> tuple[str, str]:
+ONE_EACH = "it moves arrays between processes of one device each. Use communicator 'xla', or one process per device"
+
+
+def several(size: int, connector: str, wanted: str, platform: str, devices: int | None = None) -> tuple[str, str]:
     """That of several processes; never raises, so that all ranks compare."""
     if wanted == "xla" or (wanted == "auto" and platform == "gpu"):
         return "xla", ""
@@ -31,7 +34,7 @@ def several(size: int, connector: str, wanted: str, platform: str) -> tuple[str,
         pmi = any(name in os.environ for name in ("PMIX_RANK", "PMI_RANK"))
         if connector != "mpi" and not (connector == "slurm" and pmi):
             return "xla", ""
-    problem = _mpi_problem(size)
+    problem = ONE_EACH if (devices or 1) > 1 else _mpi_problem(size)
     return ("xla", problem) if problem else ("mpi", "")
 
 

@@ -23,7 +23,8 @@ from jaxdist.control.watchdog import Watchdog
 from jaxdist.device_map import DeviceMap
 from jaxdist.machine import Kind, Machine, kind_of
 from jaxdist.mesh import AXIS, Sizes, mesh_of
-from jaxdist.runtime import farewell, in_lanes, start
+from jaxdist.runtime import farewell, start
+from jaxdist.runtime.devices import number_asked
 
 COMMUNICATORS = ("auto", "xla", "mpi")
 TIMEOUT = 300.0  # seconds
@@ -44,8 +45,9 @@ class Context:
       local_rank: the index among the processes of this host.
       local_size: the number of processes on this host.
       is_root: whether this process is rank 0, which prints and writes.
-      num_devices: the number of devices of all processes.
+      num_devices: the number of devices of all processes, as many of each.
       devices: all devices, in rank order.
+      local_devices: the devices of this process.
       hosts: the host name of each rank.
       mesh: the mesh over all devices, with one axis, "data".
       communicator: "xla", "mpi", or "lanes" ("xla" with sums in a fixed order).
@@ -75,6 +77,11 @@ class Context:
         self.kind: Kind
         self.divided: dict[int, None] = {}  # rows of the batches of which ranks have passed parts, the last one last
         self._parts: dict[Any, Any] = {}
+
+    @property
+    def local_devices(self) -> list[Any]:
+        each = len(self.devices) // self.size
+        return self.devices[self.rank * each : (self.rank + 1) * each]
 
     def only(self, kind: "Callable[[Context], T]") -> T:
         """The one object of this kind in the job, made by ``kind(self)`` when it is first asked for."""
@@ -175,6 +182,7 @@ def init(
     rank: int | None = None,
     size: int | None = None,
     lanes: int | None = None,
+    devices: int | None = None,
 ) -> Context:
     """Join the job. Call it before any JAX computation.
 
@@ -188,7 +196,9 @@ def init(
       rank: the rank, for tcp:// and env://, instead of RANK.
       size: the number of ranks, for tcp:// and env://, instead of WORLD_SIZE.
       lanes: the number of virtual CPU devices of the job, on which the bits that steps return depend, instead of the
-        number of processes, which must divide it. The default is JAXDIST_LANES, or one device per process.
+        number of processes, which must divide it. The default is JAXDIST_LANES, or none.
+      devices: the number of devices of each process. The default is JAXDIST_DEVICES; or one CPU; or the GPUs that only
+        this process sees, or its part of those that all processes on the host see; or all devices, for a process alone.
 
     Returns:
       The context. A second call returns the same one.
@@ -206,7 +216,7 @@ def init(
       (0, 1)
     """
     global _context, _requested
-    requested = (connector, communicator, timeout, rank, size, lanes)
+    requested = (connector, communicator, timeout, rank, size, lanes, devices)
     with _lock:
         if _context is not None:
             _check_same(_context, _requested, requested)
@@ -221,7 +231,7 @@ def init(
             wanted = os.environ.get("JAXDIST_COMMUNICATOR") or "auto"
             if wanted not in COMMUNICATORS:
                 raise ValueError(f"JAXDIST_COMMUNICATOR={wanted!r}; valid: {', '.join(COMMUNICATORS)}")
-        number = in_lanes.asked(lanes)
+        number, devices_wanted = number_asked("lanes", lanes), number_asked("devices", devices)
         if number and not isinstance(communicator, str):
             raise ValueError("lanes: a communicator of your own adds up in an order of its own. Leave one of them out")
         timeout = _timeout(timeout)
@@ -232,7 +242,7 @@ def init(
         ctx = Context(found, start.control_of(found, timeout), timeout)
         failfast.install(ctx.control)  # from here on, a failure of one rank ends the job
         ctx.devices, ctx.hosts, ctx.mesh, ctx.communicator, ctx.kind = start.jax_started(
-            found, ctx.control, wanted, timeout, number
+            found, ctx.control, wanted, timeout, number, devices_wanted
         )
         ctx.num_devices = len(ctx.devices)
         ctx.rules = None if isinstance(communicator, str) else communicator
@@ -288,8 +298,9 @@ def _timeout(given: float | None) -> float:
 
 
 def _check_same(context: Context, before: tuple[Any, ...], now: tuple[Any, ...]) -> None:
-    names = ("connector", "communicator", "timeout", "rank", "size", "lanes")
-    used = (context.connector.name, *(getattr(context, name) for name in names[1:-1]), context.num_devices)
+    names = ("connector", "communicator", "timeout", "rank", "size", "lanes", "devices")
+    each = len(context.local_devices)
+    used = (context.connector.name, *(getattr(context, name) for name in names[1:-2]), context.num_devices, each)
     for name, actual, old, new in zip(names, used, before, now, strict=True):
         if new not in (None, "auto", old, actual):  # the last spells out what auto found
             raise RuntimeError(

@@ -3,6 +3,7 @@
 import ctypes
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -51,25 +52,47 @@ def cuda_plugin() -> bool:
     return any(importlib.util.find_spec(name) is not None for name in names)
 
 
-def choose_gpu(resources: Sequence[Resources], rank: int) -> int:
-    """The index of the GPU that `rank` takes: the first free one by UUID, for it may see all or its own."""
-    beside = [r for r, h in enumerate(resources) if h.host == resources[rank].host]
-    taken: set[str] = set()
+_MOST = 1024
+
+
+def number_asked(what: str, given: int | None) -> int | None:
+    """The number of `"lanes"` or `"devices"` that `init` or the environment asks for; None: none do."""
+    variable = f"JAXDIST_{what.upper()}"
+    name, value = (what, given) if given is not None else (variable, os.environ.get(variable) or None)
+    if value is None:
+        return None
+    number = int(str(value)) if str(value).isdecimal() else 0
+    if not 1 <= number <= _MOST:
+        raise ValueError(f"{name}={value!r}: expected a positive number of {what}, such as 8, and at most {_MOST}")
+    return number
+
+
+def choose_gpus(resources: Sequence[Resources], rank: int, wanted: int | None = None) -> list[int]:
+    """The GPUs that `rank` takes, by index among those that it sees.
+
+    A process takes all that it alone sees. Several on a host that see the same, as under mpirun, divide them evenly, in
+    the order of their ranks. GPUs are told apart by UUID.
+    """
+    host, mine = resources[rank].host, resources[rank].gpus
+    beside = [r for r, h in enumerate(resources) if h.host == host]
+    seen_by = Counter(uuid for r in beside for uuid in resources[r].gpus)
+    each = len(mine) if all(seen_by[uuid] == 1 for uuid in mine) else len(seen_by) // len(beside)
+    count, taken, chosen = wanted or max(each, 1), set[str](), dict[int, list[str]]()
     for r in beside:
-        free = [uuid for uuid in resources[r].gpus if uuid not in taken]
-        if not free:
-            total = len(set().union(*(resources[q].gpus for q in beside)))
-            raise ValueError(
-                f"{len(beside)} processes on host {resources[rank].host}, but {total} visible GPU"
-                f"{'' if total == 1 else 's'} (CUDA_VISIBLE_DEVICES="
-                f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}): each process takes one. "
-                f"Start at most {total} per host (e.g. mpirun -np {total}), or run on the CPU "
-                "with JAX_PLATFORMS=cpu"
-            )
-        if r == rank:
-            return resources[r].gpus.index(free[0])
-        taken.add(free[0])
-    raise AssertionError("rank is on its own host")
+        chosen[r] = [uuid for uuid in resources[r].gpus if uuid not in taken][:count]
+        taken.update(chosen[r])
+    overlap = sum(map(len, {frozenset(resources[r].gpus) for r in beside})) > len(seen_by)
+    if overlap or any(len(uuids) < count for uuids in chosen.values()):
+        processes = f"{len(beside)} process{'es' * (len(beside) > 1)} on host {host}"
+        gpus = f"{len(seen_by)} visible GPU{'s' * (len(seen_by) != 1)}"
+        variable = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}"
+        problem = "of which some see only a part of each other's" if overlap else f"and each process takes {count}"
+        raise ValueError(
+            f"{processes}, but {gpus} ({variable}), {problem}: start fewer processes per host (e.g. mpirun -np "
+            f"{max(len(seen_by) // count, 1)}), let all see the same GPUs or each its own, or run on the CPU with "
+            "JAX_PLATFORMS=cpu"
+        )
+    return [mine.index(uuid) for uuid in chosen[rank]]
 
 
 def fair_threads(resources: Sequence[Resources], rank: int) -> int:

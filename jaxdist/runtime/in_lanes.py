@@ -8,19 +8,6 @@ from jaxdist import compat
 from jaxdist.control.channel import Control
 from jaxdist.runtime import devices
 
-_MOST = 1024
-
-
-def asked(given: int | None) -> int | None:
-    """The number of lanes that `init` or `JAXDIST_LANES` asks for; None: none do."""
-    name, value = ("lanes", given) if given is not None else ("JAXDIST_LANES", os.environ.get("JAXDIST_LANES") or None)
-    if value is None:
-        return None
-    number = int(str(value)) if str(value).isdecimal() else 0
-    if not 1 <= number <= _MOST:
-        raise ValueError(f"{name}={value!r}: expected a positive number of lanes, such as 8, and at most {_MOST}")
-    return number
-
 
 def check(control: Control, lanes: int | None, platform: str, wanted: str) -> None:
     """Refuse lanes that can't be."""

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import time
+from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +42,7 @@ class _Told(NamedTuple):
     threads: int  # of XLA that its environment asks for; 0: it does not
     kind: Kind | None  # that it is told to weigh for
     lanes: int | None
+    devices: int | None  # that it is told to take; None: one CPU, or its GPUs
 
 
 def control_of(connector: Connector, timeout: float) -> Control:
@@ -64,13 +66,18 @@ def control_of(connector: Connector, timeout: float) -> Control:
 
 
 def jax_started(
-    connector: Connector, control: Control, wanted: str, timeout: float, lanes: int | None = None
+    connector: Connector,
+    control: Control,
+    wanted: str,
+    timeout: float,
+    lanes: int | None = None,
+    devices_wanted: int | None = None,
 ) -> Started:
     """Choose platform, devices, threads and communicator, and start jax.distributed."""
     if control.size == 1:
-        return _alone(control, wanted, lanes)
+        return _alone(control, wanted, lanes, devices_wanted)
     shared = executables.Executables(control, timeout)  # rank 0 listens before another rank asks
-    own = _told_by_this_rank(connector, control, wanted, lanes)
+    own = _told_by_this_rank(connector, control, wanted, lanes, devices_wanted)
     told: list[_Told] = control.exchange("init", own, timeout)
     communicator = _agreed(connector, control, told, wanted)
     resources = [each.resources for each in told]
@@ -78,11 +85,14 @@ def jax_started(
         _set_up_cpus(control, told, communicator)
     elif lanes:
         raise devices.too_late(control.rank)
-    local_ids = [devices.choose_gpu(resources, control.rank)] if own.resources.platform == "gpu" else None
+    is_gpu = own.resources.platform == "gpu"
+    local_ids = devices.choose_gpus(resources, control.rank, own.devices) if is_gpu else None
     _start_distributed(control, local_ids, timeout)
     if own.over_gloo:
         compat.gloo_at(_reachable_ip(control))
-    found = _devices_of_all(control, lanes)
+    found = _devices_of_all(control)
+    if communicator == "mpi" and len(found) > control.size:
+        raise ValueError(f"rank {control.rank}: communicator 'mpi': {communicator_of.ONE_EACH}")
     mesh = mesh_of({AXIS: -1}, found)
     if own.resources.platform == "cpu":
         compat.on_compile(shared, executables.LoweredProgram)
@@ -98,7 +108,13 @@ def jax_started(
     return found, hosts, mesh, communicator, told[0].kind or kind_of(found[0])
 
 
-def _told_by_this_rank(connector: Connector, control: Control, wanted: str, lanes: int | None) -> _Told:
+def _told_by_this_rank(
+    connector: Connector, control: Control, wanted: str, lanes: int | None, devices_wanted: int | None
+) -> _Told:
+    if lanes and devices_wanted:
+        raise ValueError(f"lanes={lanes} and devices={devices_wanted}: lanes are devices. Leave one of them out")
+    if devices_wanted is None and jax.distributed.is_initialized():
+        devices_wanted = compat.cpu_devices_asked()  # the user's own start of JAX is taken as it is
     if compat.backend_started() and not jax.distributed.is_initialized():
         raise devices.too_late(control.rank)
     gpus = devices.visible_gpus()
@@ -106,12 +122,13 @@ def _told_by_this_rank(connector: Connector, control: Control, wanted: str, lane
     return _Told(
         devices.Resources(socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))), gpus, platform),
         compiler.facts(os.environ.get("XLA_FLAGS", "")) | {"platform": platform, "lanes": str(lanes)},
-        *communicator_of.several(control.size, connector.name, "xla" if lanes else wanted, platform),
+        *communicator_of.several(control.size, connector.name, "xla" if lanes else wanted, platform, devices_wanted),
         platform == "cpu" and not compat.backend_started(),
         executables.processor(),
         _threads_asked(),
         asked_for(platform),
         lanes,
+        devices_wanted,
     )
 
 
@@ -141,35 +158,45 @@ def _set_up_cpus(control: Control, told: list[_Told], communicator: str) -> None
     if mine.lanes:
         in_lanes.start(control, mine.lanes)
     else:
-        jax.config.update("jax_num_cpu_devices", 1)  # whatever XLA_FLAGS asks for
+        jax.config.update("jax_num_cpu_devices", mine.devices or 1)  # whatever XLA_FLAGS asks for
         if communicator == "xla":
             compiler.check_processors([each.processor for each in told], mine.facts, control.who)
         # As many on all ranks: XLA orders a program's messages by it, and between CPUs these have no names. The pool of
         # XLA's CPU client ignores OMP_NUM_THREADS; it reads PJRT_NPROC, then NPROC (`DefaultThreadPoolSize`).
         resources = [each.resources for each in told]
         threads = min(each.threads or devices.fair_threads(resources, r) for r, each in enumerate(told))
-        os.environ["PJRT_NPROC"] = str(threads)
+        # A program of several devices needs a thread for each: they wait for each other.
+        os.environ["PJRT_NPROC"] = str(max(threads, mine.devices or 1))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if not compat.platforms_asked():
         jax.config.update("jax_platforms", "cpu")  # no probing for TPUs on every rank
 
 
-def _devices_of_all(control: Control, lanes: int | None) -> list[Any]:
+def _devices_of_all(control: Control) -> list[Any]:
+    """All devices, process by process: as many of each."""
     found = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-    each = lanes // control.size if lanes else 1
-    if [d.process_index for d in found] != [r for r in range(control.size) for _ in range(each)]:
+    counts = Counter(d.process_index for d in found)
+    if len({counts[rank] for rank in range(control.size)}) > 1:
+        shown = ", ".join(f"{counts[rank]} on rank {rank}" for rank in range(min(control.size, 16)))
         raise RuntimeError(
-            f"rank {control.rank}: expected a device on each of {control.size} processes ({each} in lanes), not {found}"
+            f"rank {control.rank}: every process needs the same number of devices, and there are {shown}. Say how many "
+            "with jaxdist.init(devices=), JAXDIST_DEVICES or `jaxdist run --devices`, or let each see as many "
+            "(CUDA_VISIBLE_DEVICES, --gpus-per-task)"
         )
     return found
 
 
-def _alone(control: Control, wanted: str, lanes: int | None) -> Started:
+def _alone(control: Control, wanted: str, lanes: int | None, devices_wanted: int | None) -> Started:
     if lanes:
         platform = devices.wanted_platform(compat.platforms_asked(), devices.visible_gpus())
         in_lanes.check(control, lanes, platform, wanted)
         in_lanes.start(control, lanes)
+    elif devices_wanted and not compat.backend_started():
+        jax.config.update("jax_num_cpu_devices", devices_wanted)
     found = list(jax.local_devices())
+    if devices_wanted and len(found) < devices_wanted:
+        raise ValueError(f"devices={devices_wanted}, and this process has {len(found)}: {found}")
+    found = found[:devices_wanted]
     communicator = "lanes" if lanes else communicator_of.alone(wanted, len(found))
     kind = asked_for(found[0].platform) or kind_of(found[0])
     return found, (socket.gethostname(),), mesh_of({AXIS: -1}, found), communicator, kind

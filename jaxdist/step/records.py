@@ -81,4 +81,8 @@ def checksum_of(x: Leaf, placer: Placer, local: bool, copies: bool) -> int | Non
         return checksum(on_host(x.array if type(x) is batch.Part else x)) if local else 0
     if placer.layout(x) is not None:
         return None
-    return checksum(on_host(physical(x).addressable_data(0))) if copies else 0
+    if not copies:
+        return 0
+    of_devices = {checksum(on_host(shard.data)) for shard in physical(x).addressable_shards}
+    # Copies that differ on this process's own devices are like no other process's.
+    return of_devices.pop() if len(of_devices) == 1 else hash(frozenset(of_devices))

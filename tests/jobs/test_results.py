@@ -49,6 +49,9 @@ JOBS = {
     "3 by mpirun": Job(3, "mpirun", "mpi"),
     "4 by hand": Job(4, "hand", "xla"),
     "4 by mpirun": Job(4, "mpirun", "mpi", {"JAXDIST_MACHINE": "cpu"}),
+    "2 of 2 devices": Job(2, "hand", "xla", {"JAXDIST_DEVICES": "2", **APART}),
+    "3 of 2 devices": Job(3, "run", "xla", {"JAXDIST_DEVICES": "2", **APART}),
+    "2 of 3 devices": Job(2, "hand", "xla", {"JAXDIST_DEVICES": "3", **APART}),
 }
 
 
@@ -70,13 +73,15 @@ def dealt(names: list[str], turn: int, of: int, levels: bool = True) -> list[str
     return [f"{name}:{(i // of + turn) % 4}" if levels else name for i, name in chosen]
 
 
-RUN, MPIRUN, HAND, THREE, FOUR, FOUR_MPI = JOBS
+RUN, MPIRUN, HAND, THREE, FOUR, FOUR_MPI, PAIRS, THREE_PAIRS, TRIPLES = JOBS
 TWO, ALL = (RUN, MPIRUN), tuple(JOBS)
-IDIOM_JOBS = {RUN: (IDIOMS, {}), MPIRUN: (IDIOMS, {}), HAND: (SMALL, {}), THREE: (IDIOMS + SMALL, {})}
+IDIOM_JOBS = {RUN: (IDIOMS, {}), MPIRUN: (IDIOMS, {}), HAND: (SMALL, {}), THREE: (IDIOMS + SMALL, {}),
+              THREE_PAIRS: (IDIOMS + SMALL, {}), TRIPLES: (IDIOMS, {})}  # fmt: skip
 MESHES: dict[str, list[dict[str, int]]] = {
     RUN: [{"sequence": 2}, {"model": 2, "data": 1}],
     FOUR: [{"data": 2, "model": 2}, {"data": 2, "sequence": 2}],
     FOUR_MPI: [{"model": 2, "data": 2}, {"model": 2, "sequence": 2}],
+    PAIRS: [{"data": 2, "model": 2}, {"model": 2, "data": 2}, {"sequence": 4, "data": 1}],
 }
 ROWS_OF: list[Row] = [
     # What every rank compares by itself.
@@ -104,32 +109,34 @@ ROWS_OF: list[Row] = [
     Row([word("calls:steps", 2, 3)], (), (HAND,)),
     Row(["calls:refused"], (RUN,), (MPIRUN,)),
     Row(["calls:said"], (RUN,), (THREE,)),
-    Row(["state:compared"], (RUN,), (FOUR,)),
+    Row(["state:compared"], (RUN, PAIRS), (FOUR,)),
     Row(["state:checked_in_steps"], (), (RUN, THREE)),
-    Row([word("state:differs", "FOLDER")], (), (RUN, MPIRUN)),
+    Row([word("state:differs", "FOLDER")], (), (RUN, MPIRUN, PAIRS)),
     Row(["rows:steps", "rows:known"], (MPIRUN,), (THREE, RUN)),
+    Row(["rows:steps"], (), (PAIRS,)),
+    Row(["rows:loaders"], (), (PAIRS, TRIPLES)),
     Row(["rows:loaders", "rows:refused"], (RUN,), (FOUR_MPI,)),
-    Row(["context:fields"], TWO, (FOUR,)),
+    Row(["context:fields"], (*TWO, PAIRS), (FOUR, THREE_PAIRS)),
     Row(["context:sockets"], (RUN,), (FOUR,)),
     Row(["calls:known", "calls:stages"], (RUN,), (MPIRUN, FOUR)),
     Row(["context:broadcasts"], (), (MPIRUN, HAND)),
     Row(["context:compiled"], (RUN,), (MPIRUN,)),
-    Row(["records:evaluations"], (MPIRUN,), (HAND,)),
+    Row(["records:evaluations"], (MPIRUN,), (HAND, THREE_PAIRS)),
     Row([word("records:seen", "FOLDER")], (), (RUN, MPIRUN)),
     # How far it is from one device.
     *(Row([word("one_device:idioms", "EXPECTED", dealt(names, i, 5))], (), (job,))
       for i, (job, (names, _)) in enumerate(IDIOM_JOBS.items())),
-    Row([word("one_device:idioms", "EXPECTED", ["cnn_batchnorm:3", "infonce:1"])], (RUN,)),
+    Row([word("one_device:idioms", "EXPECTED", ["cnn_batchnorm:3", "infonce:1"])], (RUN, PAIRS)),
     Row([word("one_device:idioms", "EXPECTED", ["topk_hard_mining:2", "moe_expert_choice:0"])], (), (MPIRUN,)),
     *(Row([word("one_device:idioms", "EXPECTED", dealt(ON_MESHES, i + k, 8), mesh)], (), (job,))
       for i, (job, meshes) in enumerate(MESHES.items()) for k, mesh in enumerate(meshes)),
-    *(Row([word("one_device:around", "FOLDER", MESHES[job][0])], (), (job,)) for job in (RUN, FOUR_MPI)),
+    *(Row([word("one_device:around", "FOLDER", MESHES[job][0])], (), (job,)) for job in (RUN, FOUR_MPI, PAIRS)),
     *(Row([word("one_device:cases", "EXPECTED", dealt(CASES, i, 3, levels=False))], (), (job,))
-      for i, job in enumerate((RUN, THREE, FOUR_MPI))),
+      for i, job in enumerate((RUN, THREE, FOUR_MPI, THREE_PAIRS))),
     Row([word("one_device:cases", "EXPECTED", ["clip_adamw"])], (RUN,)),
     Row([word("one_device:optimizers_in_shards", "EXPECTED", ["chain", "muon"], 1, None)], (), (RUN,)),
     Row([word("one_device:optimizers_in_shards", "EXPECTED", OPTIMIZERS[::2], 0, None)], (), (MPIRUN,)),
-    Row([word("one_device:optimizers_in_shards", "EXPECTED", SOME, 2, 2)], (), (FOUR,)),
+    Row([word("one_device:optimizers_in_shards", "EXPECTED", SOME, 2, 2)], (), (FOUR, PAIRS, THREE_PAIRS)),
     Row([word("one_device:between_axes", "EXPECTED", ["clip_adamw"])], (), (FOUR, FOUR_MPI)),
     Row(["one_device:chosen"], (), (HAND, FOUR_MPI)),
     Row(["one_device:places"], (), (FOUR, FOUR_MPI)),

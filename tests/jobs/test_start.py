@@ -69,14 +69,22 @@ def test_a_process_alone() -> None:
 
 
 def test_which_gpu_a_process_takes() -> None:
-    from jaxdist.runtime.devices import Resources, choose_gpu  # private: there is no GPU here
+    from jaxdist.runtime.devices import Resources, choose_gpus  # private: there is no GPU here
 
-    shared = [Resources(host, (0,), ("u0", "u1"), "gpu") for host in "aabb"]
-    assert [choose_gpu(shared, rank) for rank in range(4)] == [0, 1, 0, 1]
-    own = [Resources("a", (0,), (gpu,), "gpu") for gpu in ("u0", "u1", "u2")]
-    assert [choose_gpu(own, rank) for rank in range(3)] == [0, 0, 0]
-    with pytest.raises(ValueError, match=r"3 .*\b2\b"):
-        choose_gpu([Resources("a", (0,), ("u0", "u1"), "gpu")] * 3, 2)
+    def taken(hosts: str, *seen: str, wanted: int | None = None) -> list[list[int]]:
+        """Each process with its host, and the GPUs that it sees, a letter each."""
+        ranks = [Resources(host, (0,), tuple(gpus), "gpu") for host, gpus in zip(hosts, seen, strict=True)]
+        return [choose_gpus(ranks, rank, wanted) for rank in range(len(ranks))]
+
+    assert taken("aabb", "xy", "xy", "xy", "xy") == [[0], [1], [0], [1]]  # mpirun
+    assert taken("aa", "wxyz", "wxyz") == [[0, 1], [2, 3]]
+    assert taken("aaa", "x", "y", "z") == [[0], [0], [0]]  # srun --gpus-per-task=1
+    assert taken("aabb", "wx", "yz", "wx", "yz") == [[0, 1]] * 4  # --gpus-per-task=2
+    assert taken("ab", "wxyz", "wxyz") == [[0, 1, 2, 3]] * 2  # a process per host
+    assert taken("aa", "wxyz", "wxyz", wanted=1) == [[0], [1]]
+    for hosts, seen, wanted in (("aaa", ["xy"] * 3, None), ("aa", ["xy"] * 2, 2), ("aa", ["xy", "yz"], 2)):
+        with pytest.raises(ValueError, match=rf"{len(hosts)} .*\b{len(set(''.join(seen)))}\b"):
+            taken(hosts, *seen, wanted=wanted)
 
 
 def test_the_share_of_a_rank_of_its_hosts_cores() -> None:

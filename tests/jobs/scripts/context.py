@@ -28,23 +28,26 @@ class Pair(NamedTuple):
 
 
 def fields() -> list[Any]:
-    """A device each, whatever XLA_FLAGS asks for; one context for all who ask."""
-    wire = ctx.communicator
+    """A device each, or as many as asked for, whatever XLA_FLAGS says; one context for all who ask."""
+    wire, devices = ctx.communicator, int(os.environ.get("JAXDIST_DEVICES", "1"))
     assert jaxdist.init() is ctx is jaxdist.get_context() is jaxdist.init(communicator=wire)  # type: ignore[arg-type]
     with raises(RuntimeError, "communicator", wire):
         jaxdist.init(communicator="mpi" if wire == "xla" else "xla")
     with raises(RuntimeError, "connector"):
         jaxdist.init("slurm")
-    assert (ctx.num_devices, len(jax.devices()), jax.local_device_count()) == (N, N, 1)
-    assert [d.process_index for d in ctx.devices] == list(range(N))
+    assert (ctx.num_devices, len(jax.devices()), jax.local_device_count()) == (N * devices, N * devices, devices)
+    assert [d.process_index for d in ctx.devices] == [rank for rank in range(N) for _ in range(devices)]
+    assert ctx.local_devices == jax.local_devices()
     assert (ctx.mesh.axis_names, ctx.mesh.axis_types) == (("data",), (jax.sharding.AxisType.Auto,))
     assert ctx.is_root == (R == 0)
-    x = jax.make_array_from_process_local_data(NamedSharding(ctx.mesh, P("data")), np.full((2, 3), R, np.float32))
-    assert float(jax.jit(lambda x: x.sum())(x)) == 6 * sum(range(N))  # a program of the user's own
+    x = jax.make_array_from_process_local_data(
+        NamedSharding(ctx.mesh, P("data")), np.full((2 * devices, 3), R, np.float32)
+    )
+    assert float(jax.jit(lambda x: x.sum())(x)) == 6 * devices * sum(range(N))  # a program of the user's own
     # Ranks share the cores of a host.
     jax.jit(lambda a: a @ a)(jnp.ones((500, 500))).block_until_ready()
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    assert names.count("tf_XLAEigen") <= max(1, len(os.sched_getaffinity(0)) // N)
+    assert names.count("tf_XLAEigen") <= max(devices, len(os.sched_getaffinity(0)) // N)
     return [R, ctx.local_rank, ctx.local_size, ctx.hosts[R] == os.uname().nodename]
 
 

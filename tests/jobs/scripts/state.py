@@ -22,10 +22,12 @@ MINE = X[R]
 ONES = np.ones((2, 3), np.float32)
 
 
-def as_of_all(value: Any) -> jax.Array:
-    """This process's value, as its part of an array that claims to be the same everywhere."""
-    own = jax.device_put(np.asarray(value), jax.local_devices()[0])
-    return jax.make_array_from_single_device_arrays(own.shape, NamedSharding(ctx.mesh, P()), [own])
+def as_of_all(value: Any, last: Any = None) -> jax.Array:
+    """This process's value (of its last device), as its part of an array that claims to be the same everywhere."""
+    *others, device = ctx.local_devices
+    own = [jax.device_put(np.asarray(value), d) for d in others]
+    own.append(jax.device_put(np.asarray(value if last is None else last), device))
+    return jax.make_array_from_single_device_arrays(own[0].shape, NamedSharding(ctx.mesh, P()), own)
 
 
 def compared() -> None:
@@ -54,6 +56,9 @@ def compared() -> None:
         (jax.random.key(int(ODD)), ("key", "rank 1")),
         ([gone], ("[0]", "donated", "rank 1")),
     ]
+    if len(ctx.local_devices) > 1:
+        damaged = as_of_all(ONES, other)
+        rows.append(({"w": damaged}, ("['w']", "rank 1")))
     if N == 4:  # of a slice two groups have a copy
         part = jaxdist.shard(jnp.arange(8.0), within=2)
         own = part.addressable_data(0) + (R == 2)
@@ -123,6 +128,9 @@ def differs(folder: str) -> None:
     own = w * (3.0 if ODD else 1.0)
     with raises(ValueError, "w", "rank 0", "rank 1"):
         step(own, MINE)
+    if len(ctx.local_devices) > 1:
+        with raises(ValueError, "w", "rank 0", "rank 1"):
+            step(as_of_all(w.addressable_data(0), w.addressable_data(0) * (3.0 if ODD else 1.0)), MINE)
     with raises(jaxdist.CheckpointError, "leaf w", "rank 0", "rank 1"):
         jaxdist.save(f"{folder}/own", {"w": own}, 1)
     jaxdist.save(f"{folder}/own", {"w": w * 1.0 if ODD else w}, 1)  # the same, though of one rank alone
