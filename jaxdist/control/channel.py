@@ -99,7 +99,8 @@ class Control(Process):
             self.wait_gone = self._hub.all_gone.wait
         # A forked data worker that kept the sockets open would hide the death of its parent.
         os.register_at_fork(after_in_child=self._forget)
-        self._loop.call_soon_threadsafe(self._hear_all)
+        hear = self._hub.hear if self._hub else self._hear
+        self._tasks = [asyncio.run_coroutine_threadsafe(self._guarded(hear(r)), self._loop) for r in self._links]
 
     # --- calls of the owner
 
@@ -256,27 +257,21 @@ class Control(Process):
         else:
             self._links[0].send(message)
 
-    def _hear_all(self) -> None:
-        self._tasks = [
-            self._loop.create_task(self._guarded(self._hub.hear(rank) if self._hub else self._hear(link)))
-            for rank, link in self._links.items()
-        ]
-
     async def _guarded(self, hearing: Coroutine[Any, Any, None]) -> None:
         try:
             await hearing
         except Exception as error:  # a channel that is silent from now on must not keep the job waiting
             self.end_because_of(f"the control channel failed: {error!r}", 0.0)
 
-    async def _hear(self, link: Link) -> None:
+    async def _hear(self, rank: int) -> None:
         try:
             while True:
-                self.deliver(await link.receive())
+                self.deliver(await self._links[rank].receive())
         except (EOFError, OSError) as error:
             if not self.over.is_set():
-                self.end_because_of(lost(self.who(0), error), 0.0)
+                self.end_because_of(lost(self.who(rank), error), 0.0)
                 return
-        self._lost = f"{self.who(0)} has already left"
+        self._lost = f"{self.who(rank)} has already left"
         self._answers.put(("error", self._number, self._lost))
 
     def deliver(self, message: tuple[Any, ...]) -> None:

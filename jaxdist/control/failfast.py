@@ -60,9 +60,14 @@ def install(control: Control) -> None:
         else:
             hook(args.exc_type, args.exc_value, args.exc_traceback)
 
+    def note(status: Any) -> None:
+        # In other threads, Python handles only SystemExit itself.
+        if threading.current_thread() is threading.main_thread():
+            control.exit_said = status, control.calls
+
     sys.excepthook = hook
     threading.excepthook = thread_hook
-    _watch_exit(control)
+    compat.watch_exits(note)  # Python calls neither excepthook nor atexit with the code that the script ends with
 
 
 def end(control: Control, error: BaseException) -> NoReturn:
@@ -97,14 +102,3 @@ def end_if_failed(control: Control) -> None:
     ending = number & 0xFF or 1
     control.alarm(f"{control.who(control.rank)} ended its script with exit code {message_of(code, repr)}", code=ending)
     control.depart(ending, first=True)
-
-
-def _watch_exit(control: Control) -> None:
-    """Note the code that the script ends with: Python calls neither excepthook nor atexit with it."""
-
-    def note(status: Any) -> None:
-        # In other threads, Python handles only SystemExit itself.
-        if threading.current_thread() is threading.main_thread():
-            control.exit_said = status, control.calls
-
-    compat.watch_exits(note)

@@ -101,19 +101,17 @@ class Hub:
             if self.left:
                 self.fail(number, self.why_gone(one))
             elif len({t for t, *_ in one.entered.values()}) > 1:
-                self.fail(number, self.mismatch(one))
+                self.fail(
+                    number,
+                    f"the ranks are in different calls. {self.where(one)} Every rank must make the same jaxdist calls "
+                    "in the same order: look for a call under `if rank == ...`, or loops of different length",
+                )
             elif len(one.entered) == self.control.size:
                 values = [one.entered[r][1] for r in range(self.control.size)]
                 for r in self.others(-1):
                     self.send(r, ("result", number, values))
         if len(one.entered.keys() | self.left) == self.control.size:
             self.exchanges.pop(number, None)
-
-    def mismatch(self, one: Exchange) -> str:
-        return (
-            f"the ranks are in different calls. {self.where(one)} Every rank must make the same jaxdist calls in the "
-            "same order: look for a call under `if rank == ...`, or loops of different length"
-        )
 
     def why_gone(self, one: Exchange) -> str:
         left = ", ".join(self.control.who(r) for r in sorted(self.left))

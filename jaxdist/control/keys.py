@@ -38,8 +38,14 @@ def job_key(host: str, name: str) -> bytes:
 
 
 def _kept(path: Path) -> bytes:
+    """The secret in a file; a new one, unless another process is faster: whole when it appears."""
     if not path.exists():
-        _write(path)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent) as draft:  # for this user alone
+            draft.write(secrets.token_bytes(_BYTES))
+            draft.flush()
+            with contextlib.suppress(FileExistsError):
+                os.link(draft.name, path)
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
@@ -48,13 +54,3 @@ def _kept(path: Path) -> bytes:
     if len(content) < _BYTES:
         raise ValueError(f"{path} holds no secret: delete it, or {_SET}")
     return content
-
-
-def _write(path: Path) -> None:
-    """A new secret, unless another process is faster: whole when it appears."""
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent) as file:  # for this user alone
-        file.write(secrets.token_bytes(_BYTES))
-        file.flush()
-        with contextlib.suppress(FileExistsError):
-            os.link(file.name, path)
