@@ -50,8 +50,11 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON obje
         raise typer.Exit(1) from None
     ranks = ctx.control.exchange("jaxdist info", _this_rank(ctx))
     if ctx.is_root:
+        kind = ctx.kind  # of which the speeds weigh sending against computing
+        rates = f"{kind.link / 1e9:.3g} GB/s within a host, {kind.network / 1e9:.3g} GB/s between hosts"
         job = {"processes": ctx.size, "devices": ctx.num_devices}
-        job |= {"connector": ctx.connector.name, "communicator": str(ctx.communicator), "assumed": _speeds(ctx.kind)}
+        job |= {"connector": ctx.connector.name, "communicator": str(ctx.communicator)}
+        job |= {"assumed": f"{kind.name}, {kind.flops / 1e9:.4g} GFLOP/s, {rates}"}
         _write({"problem": "", "job": job, "ranks": ranks}, as_json)
     barrier()  # test that arrays can be sent, or raise
 
@@ -119,12 +122,6 @@ def _this_rank(ctx: Any) -> dict[str, Any]:
     devices = [f"{device.device_kind}:{device.id}" for device in jax.local_devices()]
     cores = len(os.sched_getaffinity(0))
     return {"rank": ctx.rank, "host": socket.gethostname(), "pid": os.getpid(), "cores": cores, "devices": devices}
-
-
-def _speeds(kind: Any) -> str:
-    """Format the speeds of `jaxdist.machine.Kind` that weigh sending against computing."""
-    rates = f"{kind.link / 1e9:.3g} GB/s within a host, {kind.network / 1e9:.3g} GB/s between hosts"
-    return f"{kind.name}, {kind.flops / 1e9:.4g} GFLOP/s, {rates}"
 
 
 def _write(report: dict[str, Any], as_json: bool) -> None:

@@ -15,7 +15,6 @@ from jaxdist.control.hub import Entry, Hub, lost
 from jaxdist.control.keys import job_key
 from jaxdist.control.process import Process
 from jaxdist.control.rendezvous import Member
-from jaxdist.control.wire import Link
 from jaxdist.errors import ControlError
 
 T = TypeVar("T")
