@@ -166,7 +166,10 @@ class Control(Process):
 
     def put(self, name: str, value: Any, to: int | None = None) -> None:
         """Leave something small and picklable for a rank, or for all others; does not wait for them."""
-        self.post(_MAIL, (name, value), to)
+        if to == self.rank:
+            self._box(name, self.rank).put(value)
+        else:
+            self.post(_MAIL, (name, value), to)
 
     def take(self, name: str, rank: int, seconds: float | None) -> Any:
         """What a rank has left under this name; it is gone then. Raises queue.Empty if it has not come in time."""
