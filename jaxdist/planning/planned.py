@@ -46,11 +46,11 @@ def plan(
       Rajbhandari et al., *ZeRO*, arXiv 1910.02054, section 3.
     """
     there = Elsewhere(step, args, topology, levels, mesh)
-    written = there.emitted()
+    written = there.forecast.ahead()
     own = there.level_of(written)
     found = []
     for level in sorted({*there.others(written), own}, key=lambda level: -1 if level is None else level):
-        ahead = written if level == own else there.emitted(level)
+        ahead = written if level == own else there.forecast.ahead(level)
         found.append(there.candidate(there.compile(ahead), level, level == own))
     if there.compiled_for == "cuda" and (large := [one.name for one in found if not one.fits]):
         there.note(f"{', '.join(large)}: too large, so XLA schedules to save memory, not to overlap")
