@@ -3,7 +3,6 @@
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any
 
 
 def alone(wanted: str, devices: int) -> str:
@@ -57,7 +56,7 @@ def _mpi_problem(size: int) -> str:
             "MPI was initialised to be called by one thread at a time: leave mpi4py.rc.threads and "
             "mpi4py.rc.thread_level as they are (\"multiple\"), or use communicator 'xla'"
         )
-    built, loaded = _mpi4jax_built_for(), _mpi_family(mpi)
+    built, loaded = _mpi4jax_built_for(), "Open MPI" if "Open MPI" in mpi.Get_library_version() else "MPICH"
     if built and built != loaded:
         rebuild = site.rebuild_mpi4jax(site.loaded() or "")
         return (
@@ -65,10 +64,6 @@ def _mpi_problem(size: int) -> str:
             f"communicator 'xla', or rebuild it with the mpicc of that MPI: {rebuild}"
         )
     return ""
-
-
-def _mpi_family(mpi: Any) -> str:
-    return "Open MPI" if "Open MPI" in mpi.Get_library_version() else "MPICH"
 
 
 def _mpi4jax_built_for() -> str | None:

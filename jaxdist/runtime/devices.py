@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
+_CUDA_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13", "jax_plugins.xla_cuda14")
+
 
 class Resources(NamedTuple):
     """What one process sees of its host; exchanged before any backend starts."""
@@ -40,15 +42,8 @@ def wanted_platform(jax_platforms: str | None, gpus: Sequence[str]) -> str:
     """ "gpu" or "cpu": what JAX will choose, found without starting a backend."""
     if jax_platforms:
         return "gpu" if jax_platforms.split(",")[0] in ("gpu", "cuda", "rocm") else "cpu"
-    return "gpu" if gpus and cuda_plugin() else "cpu"
-
-
-def cuda_plugin() -> bool:
-    """Whether a CUDA plugin of JAX is installed."""
-    if importlib.util.find_spec("jax_plugins") is None:
-        return False
-    names = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13", "jax_plugins.xla_cuda14")
-    return any(importlib.util.find_spec(name) is not None for name in names)
+    plugins = _CUDA_PLUGINS if gpus and importlib.util.find_spec("jax_plugins") else ()
+    return "gpu" if any(map(importlib.util.find_spec, plugins)) else "cpu"
 
 
 def choose_gpu(resources: Sequence[Resources], rank: int) -> int:

@@ -81,7 +81,10 @@ def jax_started(
     local_ids = [devices.choose_gpu(resources, control.rank)] if own.resources.platform == "gpu" else None
     _start_distributed(control, local_ids, timeout)
     if own.over_gloo:
-        compat.gloo_at(_reachable_ip(control))
+        members = control.members
+        own_ip = members[control.rank].ip
+        # A rank beside the root talked to it over loopback: others reach both at the root's address.
+        compat.gloo_at(members[0].ip if is_loopback(own_ip) else own_ip)
     found = _devices_of_all(control, lanes)
     mesh = mesh_of({AXIS: -1}, found)
     if own.resources.platform == "cpu":
@@ -103,21 +106,17 @@ def _told_by_this_rank(connector: Connector, control: Control, wanted: str, lane
         raise devices.too_late(control.rank)
     gpus = devices.visible_gpus()
     platform = devices.wanted_platform(compat.platforms_asked(), gpus)
+    threads = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC", "")
     return _Told(
         devices.Resources(socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))), gpus, platform),
         compiler.facts(os.environ.get("XLA_FLAGS", "")) | {"platform": platform, "lanes": str(lanes)},
         *communicator_of.several(control.size, connector.name, "xla" if lanes else wanted, platform),
         platform == "cpu" and not compat.backend_started(),
         executables.processor(),
-        _threads_asked(),
+        int(threads) if threads.isdecimal() else 0,
         asked_for(platform),
         lanes,
     )
-
-
-def _threads_asked() -> int:
-    asked = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC", "")
-    return int(asked) if asked.isdecimal() else 0
 
 
 def _agreed(connector: Connector, control: Control, told: list[_Told], wanted: str) -> str:
@@ -185,7 +184,13 @@ def _start_distributed(control: Control, local_ids: list[int] | None, timeout: f
             "{} of {}; leave that to jaxdist.init".format(*compat.distributed_ids())
         )
     compat.quiet_distributed()
-    address = control.exchange("coordinator", _free_address(control) if rank == 0 else None, timeout)[0]
+    address = ""
+    if rank == 0:  # on the loopback address of one host, else on the network of the job
+        ip = "127.0.0.1" if _one_host(control) else control.members[0].ip
+        with rendezvous.bind(ip, [0]) as probe:
+            port = probe.getsockname()[1]
+        address = f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+    address = control.exchange("coordinator", address, timeout)[0]
     # gRPC would go through the proxy of the environment, also to this host.
     past, no_proxy = "no_grpc_proxy", os.environ.get("no_proxy")
     here = address.rpartition(":")[0].strip("[]")
@@ -204,14 +209,6 @@ def _start_distributed(control: Control, local_ids: list[int] | None, timeout: f
     )
 
 
-def _free_address(control: Control) -> str:
-    """Where JAX's coordinator is to listen: on the loopback address of one host, else on the network of the job."""
-    ip = "127.0.0.1" if _one_host(control) else control.members[0].ip
-    with rendezvous.bind(ip, [0]) as probe:
-        port = probe.getsockname()[1]
-    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
-
-
 def _await_listener(address: str, seconds: float) -> None:
     """Wait until someone listens there: gRPC tries again after a second or two, and every rank waits for that one."""
     ip, _, port = address.rpartition(":")
@@ -224,10 +221,3 @@ def _await_listener(address: str, seconds: float) -> None:
 
 def _one_host(control: Control) -> bool:
     return all(is_loopback(m.ip) for m in control.members)
-
-
-def _reachable_ip(control: Control) -> str:
-    members = control.members
-    ip = members[control.rank].ip
-    # A rank beside the root talked to it over loopback: others reach both at the root's address.
-    return members[0].ip if is_loopback(ip) else ip
