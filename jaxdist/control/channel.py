@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from jaxdist.control import rendezvous
 from jaxdist.control.hub import Entry, Hub, lost
-from jaxdist.control.keys import job_key
 from jaxdist.control.process import Process
 from jaxdist.control.rendezvous import Member
+from jaxdist.control.wire import job_key
 from jaxdist.errors import ControlError
 
 T = TypeVar("T")

@@ -150,7 +150,6 @@ def lost(who: str, error: Exception) -> str:
             "this rank too"
         )
     return (
-        f"{who} died without a goodbye: killed by a signal, out of memory, a crash in native code, "
-        "or its network is gone (see its own output, and `dmesg` for the OOM killer). Ending this "
-        "rank too"
+        f"{who} died without a goodbye: killed by a signal, out of memory, a crash in native code, or its network is "
+        "gone (see its own output, and `dmesg` for the OOM killer). Ending this rank too"
     )

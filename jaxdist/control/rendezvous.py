@@ -10,7 +10,6 @@ import socket
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from jaxdist.control.keys import is_loopback
 from jaxdist.control.wire import BUFFERED, RANK, ROOT, SECONDS, Link
 
 # Seconds without a sign of a host before it is taken for lost; in between the job's timeout.
@@ -27,6 +26,11 @@ class Member(NamedTuple):
 
 # What a rank holds after the rendezvous: the hub one link per other rank, the others {0: hub}; and who is there.
 Joined = tuple[dict[int, Link], list[Member]]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is written as a loopback address (no look-up: a name may map to 127.0.1.1)."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def loopback(host: str) -> str:
