@@ -11,9 +11,8 @@ def alone(wanted: str, devices: int) -> str:
         return "xla"
     if devices > 1:
         raise ValueError(
-            f"communicator 'mpi' moves arrays between processes, and this is one process with "
-            f"{devices} devices: use communicator 'xla', or start with "
-            f"mpirun -np {devices}"
+            f"communicator 'mpi' moves arrays between processes, and this is one process with {devices} devices: use "
+            f"communicator 'xla', or start with mpirun -np {devices}"
         )
     problem = _mpi_problem(1)
     if problem:

@@ -6,6 +6,12 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
+
+from jaxdist import compat
+from jaxdist.control.channel import Control
+
+_MOST_LANES = 1024
 _CUDA_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13", "jax_plugins.xla_cuda14")
 
 
@@ -55,11 +61,10 @@ def choose_gpu(resources: Sequence[Resources], rank: int) -> int:
         if not free:
             total = len(set().union(*(resources[q].gpus for q in beside)))
             raise ValueError(
-                f"{len(beside)} processes on host {resources[rank].host}, but {total} visible GPU"
-                f"{'' if total == 1 else 's'} (CUDA_VISIBLE_DEVICES="
-                f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}): each process takes one. "
-                f"Start at most {total} per host (e.g. mpirun -np {total}), or run on the CPU "
-                "with JAX_PLATFORMS=cpu"
+                f"{len(beside)} processes on host {resources[rank].host}, but {total} visible "
+                f"GPU{'' if total == 1 else 's'} "
+                f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}): each process takes one. "
+                f"Start at most {total} per host (e.g. mpirun -np {total}), or run on the CPU with JAX_PLATFORMS=cpu"
             )
         if r == rank:
             return resources[r].gpus.index(free[0])
@@ -82,3 +87,50 @@ def too_late(rank: int) -> RuntimeError:
         "have lanes. Call jaxdist.init first: before jax.distributed.initialize, jax.devices(), "
         "jax.random.key(), any jnp array or jitted call (also those at the top of imported modules)"
     )
+
+
+# --- lanes: the devices of a job whose bits do not depend on the number of its processes
+
+
+def lanes_asked(given: int | None) -> int | None:
+    """The number of lanes that `init` or `JAXDIST_LANES` asks for; None: none do."""
+    name, value = ("lanes", given) if given is not None else ("JAXDIST_LANES", os.environ.get("JAXDIST_LANES") or None)
+    if value is None:
+        return None
+    number = int(str(value)) if str(value).isdecimal() else 0
+    if not 1 <= number <= _MOST_LANES:
+        raise ValueError(f"{name}={value!r}: expected a positive number of lanes, such as 8, and at most {_MOST_LANES}")
+    return number
+
+
+def check_lanes(control: Control, lanes: int | None, platform: str, wanted: str) -> None:
+    """Refuse lanes that can't be."""
+    rank, size = control.rank, control.size
+    if lanes is None:
+        return
+    if platform != "cpu":
+        raise ValueError(
+            f"rank {rank}: lanes={lanes} are CPU devices, and this job would run on GPUs, where a process has one. "
+            "Set JAX_PLATFORMS=cpu, or leave lanes out: the same number of GPUs gives the same sums"
+        )
+    if lanes % size:
+        raise ValueError(
+            f"rank {rank}: {size} processes for lanes={lanes}: they share the lanes out evenly, so the number of "
+            f"processes has to divide {lanes}"
+        )
+    if wanted == "mpi":
+        raise ValueError(
+            f"rank {rank}: communicator 'mpi' adds up in MPI's order, which depends on the number of processes. With "
+            "lanes use communicator 'xla' (or leave it out)"
+        )
+
+
+def start_lanes(control: Control, lanes: int) -> None:
+    """Have this process's lanes as its devices; before the backend starts."""
+    # As many threads for XLA on each process, however many cores it has: XLA divides a program's work by the number of
+    # threads (`_set_up_cpus`), and sums over the rows of a tall array had other bits with another number.
+    if compat.backend_started():
+        raise too_late(control.rank)
+    jax.config.update("jax_num_cpu_devices", lanes // control.size)
+    jax.config.update("jax_platforms", "cpu")
+    os.environ["PJRT_NPROC"] = str(lanes)

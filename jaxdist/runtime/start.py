@@ -16,10 +16,9 @@ from jaxdist import compat
 from jaxdist.connectors import Connector
 from jaxdist.control import rendezvous
 from jaxdist.control.channel import Control
-from jaxdist.control.keys import is_loopback
 from jaxdist.machine import Kind, asked_for, kind_of
 from jaxdist.mesh import AXIS, mesh_of
-from jaxdist.runtime import communicator_of, compiler, devices, executables, gloo, in_lanes
+from jaxdist.runtime import communicator_of, compiler, devices, executables, gloo
 
 _log = logging.getLogger("jaxdist")
 
@@ -84,7 +83,7 @@ def jax_started(
         members = control.members
         own_ip = members[control.rank].ip
         # A rank beside the root talked to it over loopback: others reach both at the root's address.
-        compat.gloo_at(members[0].ip if is_loopback(own_ip) else own_ip)
+        compat.gloo_at(members[0].ip if rendezvous.is_loopback(own_ip) else own_ip)
     found = _devices_of_all(control, lanes)
     mesh = mesh_of({AXIS: -1}, found)
     if own.resources.platform == "cpu":
@@ -123,7 +122,7 @@ def _agreed(connector: Connector, control: Control, told: list[_Told], wanted: s
     """The communicator of all ranks, which are alike in all that they have to be alike in."""
     mine = told[control.rank]
     compiler.check_same([each.facts for each in told], control.who)
-    in_lanes.check(control, mine.lanes, mine.resources.platform, wanted)
+    devices.check_lanes(control, mine.lanes, mine.resources.platform, wanted)
     errors = [(r, each.problem) for r, each in enumerate(told) if each.problem]
     if errors and wanted != "auto":
         kind = ImportError if "Install" in errors[0][1] else ValueError
@@ -138,7 +137,7 @@ def _agreed(connector: Connector, control: Control, told: list[_Told], wanted: s
 def _set_up_cpus(control: Control, told: list[_Told], communicator: str) -> None:
     mine = told[control.rank]
     if mine.lanes:
-        in_lanes.start(control, mine.lanes)
+        devices.start_lanes(control, mine.lanes)
     else:
         jax.config.update("jax_num_cpu_devices", 1)  # whatever XLA_FLAGS asks for
         if communicator == "xla":
@@ -166,8 +165,8 @@ def _devices_of_all(control: Control, lanes: int | None) -> list[Any]:
 def _alone(control: Control, wanted: str, lanes: int | None) -> Started:
     if lanes:
         platform = devices.wanted_platform(compat.platforms_asked(), devices.visible_gpus())
-        in_lanes.check(control, lanes, platform, wanted)
-        in_lanes.start(control, lanes)
+        devices.check_lanes(control, lanes, platform, wanted)
+        devices.start_lanes(control, lanes)
     found = list(jax.local_devices())
     communicator = "lanes" if lanes else communicator_of.alone(wanted, len(found))
     kind = asked_for(found[0].platform) or kind_of(found[0])
@@ -220,4 +219,4 @@ def _await_listener(address: str, seconds: float) -> None:
 
 
 def _one_host(control: Control) -> bool:
-    return all(is_loopback(m.ip) for m in control.members)
+    return all(rendezvous.is_loopback(m.ip) for m in control.members)
