@@ -60,19 +60,18 @@ class Text:
     split: str | None
 
     def __iter__(self) -> Iterator[str]:
+        size = -1 if self.split is None else 1 << 24
         for path in self.paths:
+            rest = ""
             try:
-                yield from filter(None, self._of(path))
+                with Path(path).open(encoding="utf-8-sig") as file:
+                    for text in iter(functools.partial(file.read, size), ""):
+                        *whole, rest = [text] if self.split is None else (rest + text).split(self.split)
+                        yield from filter(None, whole)
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path} is not UTF-8 ({error}): convert the file, or leave it out") from None
-
-    def _of(self, path: str) -> Iterator[str]:
-        rest, size = "", -1 if self.split is None else 1 << 24
-        with Path(path).open(encoding="utf-8-sig") as file:
-            for text in iter(functools.partial(file.read, size), ""):
-                *whole, rest = [text] if self.split is None else (rest + text).split(self.split)
-                yield from whole
-        yield rest
+            if rest:
+                yield rest
 
 
 class Documents:
