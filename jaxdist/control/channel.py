@@ -278,25 +278,23 @@ class Control(Process):
 
     def deliver(self, message: tuple[Any, ...]) -> None:
         """Act on what the hub says."""
-        kind = message[0]
-        if kind == "notice":
-            _, number, tag, rank, entry = message
-            self.waiting[rank] = number, tag, entry
-            self._tell("enter", rank, entry)
-        elif kind == "bye":
-            _, rank, position = message
-            self.left[rank] = position
-            self._tell("bye", rank, position)
-        elif kind == "all left":
-            self.over.set()
-        elif kind == "post":
-            self._tell(*message[1:])
-        elif kind in ("result", "error"):
-            for rank in [r for r, (number, *_) in self.waiting.items() if number <= message[1]]:
-                del self.waiting[rank]
-            self._answers.put(message)  # type: ignore[arg-type]
-        elif kind == "end":
-            self.end_because_of(*message[1:])
+        match message:
+            case "notice", number, tag, rank, entry:
+                self.waiting[rank] = number, tag, entry
+                self._tell("enter", rank, entry)
+            case "bye", rank, position:
+                self.left[rank] = position
+                self._tell("bye", rank, position)
+            case ("all left",):
+                self.over.set()
+            case "post", tag, rank, value:
+                self._tell(tag, rank, value)
+            case ("result" | "error") as kind, number, answer:
+                for rank in [r for r, (entered, *_) in self.waiting.items() if entered <= number]:
+                    del self.waiting[rank]
+                self._answers.put((kind, number, answer))
+            case "end", *how:
+                self.end_because_of(*how)
 
     def _stop(self, rank: int, at: str) -> None:
         self.stopped = {r: line for r, line in {**self.stopped, rank: at}.items() if line}

@@ -63,32 +63,29 @@ class Hub:
         return [r for r in (*self.links, 0) if r != rank]
 
     def handle(self, rank: int, message: tuple[Any, ...]) -> None:
-        kind = message[0]
-        if kind == "enter":
-            self.enter(rank, *message[1:])
-        elif kind == "timeout":
-            _, number, seconds, known = message
-            one = self.exchanges.get(number)
-            if one is not None and not one.failure:
-                what = f"exchange {one.entered[rank][2].what} timed out on rank {rank} after {seconds:g} s"
-                self.fail(number, f"{what}. {self.where(one)}{known}")
-        elif kind == "post":
-            _, tag, value, to = message
-            for r in self.others(rank) if to is None else self.others(-1) if to == -1 else [to]:
-                self.send(r, ("post", tag, rank, value))
-        elif kind == "bye":
-            self.left.add(rank)
-            for r in self.others(rank):
-                self.send(r, ("bye", rank, *message[1:]))
-            for number, one in list(self.exchanges.items()):
-                if not one.failure:
-                    self.fail(number, self.why_gone(one))
-            if len(self.left) == self.control.size:
-                for r in self.others(-1):
-                    self.send(r, ("all left",))
-        elif kind == "alarm":
-            _, text, code, stacks = message
-            self.end_all(text, rank, code, 2 * PRINT_SECONDS, stacks)
+        match message:
+            case "enter", *entered:
+                self.enter(rank, *entered)
+            case "timeout", number, seconds, known:
+                one = self.exchanges.get(number)
+                if one is not None and not one.failure:
+                    what = f"exchange {one.entered[rank][2].what} timed out on rank {rank} after {seconds:g} s"
+                    self.fail(number, f"{what}. {self.where(one)}{known}")
+            case "post", tag, value, to:
+                for r in self.others(rank) if to is None else self.others(-1) if to == -1 else [to]:
+                    self.send(r, ("post", tag, rank, value))
+            case "bye", position:
+                self.left.add(rank)
+                for r in self.others(rank):
+                    self.send(r, ("bye", rank, position))
+                for number, one in list(self.exchanges.items()):
+                    if not one.failure:
+                        self.fail(number, self.why_gone(one))
+                if len(self.left) == self.control.size:
+                    for r in self.others(-1):
+                        self.send(r, ("all left",))
+            case "alarm", text, code, stacks:
+                self.end_all(text, rank, code, 2 * PRINT_SECONDS, stacks)
 
     def enter(self, rank: int, number: int, tag: str, value: Any, entry: Entry) -> None:
         one = self.exchanges.setdefault(number, Exchange())
