@@ -40,6 +40,8 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON obje
     It also works as a rank of a job: `srun jaxdist info`.
     """
     # Import here, since `jaxdist run` does not need these.
+    import jax
+
     from jaxdist.collectives.public import barrier
     from jaxdist.runtime.context import init
 
@@ -48,7 +50,9 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON obje
     except (ValueError, RuntimeError, ImportError) as error:
         _write({"problem": in_words(error), "job": {}, "ranks": []}, as_json)  # perhaps a package is missing
         raise typer.Exit(1) from None
-    ranks = ctx.control.exchange("jaxdist info", _this_rank(ctx))
+    devices, cores = [f"{d.device_kind}:{d.id}" for d in jax.local_devices()], len(os.sched_getaffinity(0))
+    own = {"rank": ctx.rank, "host": socket.gethostname(), "pid": os.getpid(), "cores": cores, "devices": devices}
+    ranks = ctx.control.exchange("jaxdist info", own)
     if ctx.is_root:
         kind = ctx.kind  # of which the speeds weigh sending against computing
         rates = f"{kind.link / 1e9:.3g} GB/s within a host, {kind.network / 1e9:.3g} GB/s between hosts"
@@ -107,14 +111,6 @@ def _mpi4jax() -> Check:
     if done is not None and done.returncode == 0:
         return Check("mpi4jax", True, found)
     return Check("mpi4jax", False, f"installed, but does not import: {_last_line(done)}", site.rebuild_mpi4jax())
-
-
-def _this_rank(ctx: Any) -> dict[str, Any]:
-    import jax
-
-    devices = [f"{device.device_kind}:{device.id}" for device in jax.local_devices()]
-    cores = len(os.sched_getaffinity(0))
-    return {"rank": ctx.rank, "host": socket.gethostname(), "pid": os.getpid(), "cores": cores, "devices": devices}
 
 
 def _write(report: dict[str, Any], as_json: bool) -> None:

@@ -48,8 +48,8 @@ def install(control: Control) -> None:
                 chosen = os.environ.get("JAXDIST_DEBUG")
                 if chosen == str(control.rank):
                     pdb.post_mortem(trace)
-                elif chosen and not control.told_to_end(_ALIKE_SECONDS):
-                    while control.stopped and not control.told_to_end(0.1):
+                elif chosen and not control.told_to_end.wait(_ALIKE_SECONDS):
+                    while control.stopped and not control.told_to_end.wait(0.1):
                         pass
         finally:  # the earlier hook may raise an error, too
             end(control, error)
@@ -76,7 +76,7 @@ def end(control: Control, error: BaseException) -> NoReturn:
     control.hold(quiet=interrupted)
     aftermath = all(issubclass(type(one), _AFTERMATH) or "/gloo/" in message_of(one) for one in leaves(error))
     aftermath |= getattr(error, "elsewhere", False)
-    if aftermath and control.told_to_end(_CAUSE_SECONDS):
+    if aftermath and control.told_to_end.wait(_CAUSE_SECONDS):
         control.depart(control.code)
     line = users_line(error.__traceback__)
     # The first line of a message says most.

@@ -111,10 +111,8 @@ class Child:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        assert self.process.stdout is not None
-        assert self.process.stderr is not None
         pipes = (self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr)
-        self.pumps = [Pump(source, target, command.line_filter, note) for source, target in pipes]
+        self.pumps = [Pump(source, target, command.line_filter, note) for source, target in pipes if source]
 
     def exit_code(self) -> int | None:
         """Return its exit code as a shell would, or None while it runs."""
