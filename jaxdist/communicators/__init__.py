@@ -45,11 +45,6 @@ def check(rules: Rules) -> None:
 
 def lowering(communicator: str | Rules, mesh: Mesh) -> Interpreter:
     """Return the interpreter with which a communicator runs a step, once, in program order."""
-    if not isinstance(communicator, str) or communicator == "xla":
-        from jaxdist.communicators.xla import GlooLowering, XlaLowering
-
-        own = GlooLowering() if _over_gloo(mesh) else XlaLowering()
-        return own if isinstance(communicator, str) else own.with_rules(communicator)
     if communicator == "mpi":
         from jaxdist.communicators.mpi import MpiLowering
 
@@ -58,7 +53,10 @@ def lowering(communicator: str | Rules, mesh: Mesh) -> Interpreter:
         from jaxdist.communicators.lanes import LanesLowering
 
         return LanesLowering()
-    raise ValueError(f"unknown communicator {communicator!r}; valid: 'xla', 'lanes', 'mpi'")
+    from jaxdist.communicators.xla import GlooLowering, XlaLowering
+
+    own = GlooLowering() if _over_gloo(mesh) else XlaLowering()
+    return own if isinstance(communicator, str) else own.with_rules(communicator)
 
 
 def default_bucket_bytes(communicator: str | Rules, mesh: Mesh, machine: Machine) -> int:
