@@ -16,7 +16,7 @@ from jaxdist.ir.primitives import mark
 from jaxdist.ir.trace import inside_step
 from jaxdist.mesh import NAMES, in_a_row
 from jaxdist.placements.model.layouts import Padded, on_device
-from jaxdist.placements.search.marks import Within, check_within
+from jaxdist.placements.search.groups import Within, check_within
 from jaxdist.placements.search.owners import Way, check_split
 from jaxdist.precision import DTYPES, Precision, mixed
 from jaxdist.runtime.context import Context, started

@@ -39,8 +39,9 @@ from jaxdist.ir.trace import inside_step, stepping, trace
 from jaxdist.machine import Machine
 from jaxdist.mesh import AXIS, MODEL, data_size, in_groups, passes
 from jaxdist.placements.model.layouts import Cut, Layout, choose, layout, on_host
+from jaxdist.placements.search.groups import group
 from jaxdist.placements.search.infer import Infer
-from jaxdist.placements.search.marks import Marks, group, marks
+from jaxdist.placements.search.marks import Marks, marks
 from jaxdist.placements.search.model_axis import search
 from jaxdist.placements.search.owners import way
 from jaxdist.runtime.context import get_context

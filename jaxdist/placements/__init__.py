@@ -5,8 +5,8 @@ operation; `search`, which chooses among them; `emit`, which writes the program.
 `propagate`, which places a block. CONTRIBUTING.md follows a step through them.
 """
 
-from jaxdist.placements.emit import owned  # noqa: F401  (its rule)
 from jaxdist.placements.model.factors import register
 from jaxdist.placements.rules import along, control_flow, lookups, loops, products, shapes  # noqa: F401  (their rules)
+from jaxdist.placements.search.owners import run  # noqa: F401  (its rule)
 
 __all__ = ["register"]

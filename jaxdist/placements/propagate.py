@@ -29,7 +29,8 @@ def propagate(
         s: f32[2]        Partial       s = reduce_sum[axes=0] y   y as it is: each device has a summand
         r: f32[2]        Replicated    r = exp s                  s whole: Message(all-reduce, 8 bytes)
 
-    A padded row is a copy of the last real one, and every strategy keeps that.
+    A padded row starts as a copy of the last real one, and strategies put nothing else into padding than what real rows
+    hold, too (or zeros, where a sum is scattered): so it makes no NaN of its own. Sums and extremes leave it out.
 
     Args:
       infer: the axis, and what inference over it asks.

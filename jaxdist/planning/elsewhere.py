@@ -24,7 +24,7 @@ from jaxdist.forecast.choice import Forecast, fastest, meshes
 from jaxdist.ir.wire import Collective
 from jaxdist.machine import VIRTUAL
 from jaxdist.mesh import AXIS, GROUP, Sizes, axes_of_groups, mesh_of, on_each_host
-from jaxdist.placements.search.marks import HOST
+from jaxdist.placements.search.groups import HOST
 from jaxdist.planning import schedule
 from jaxdist.planning.footprint import readable
 from jaxdist.planning.report import Candidate, Plan, Traffic, duration, total_of

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from jaxdist.forecast.ahead import Times
 from jaxdist.machine import FRACTION, REACHED, fraction
-from jaxdist.placements.search.marks import Within
+from jaxdist.placements.search.groups import Within
 from jaxdist.planning.footprint import digits, readable
 from jaxdist.planning.topology import Topology
 from jaxdist.text import text_of

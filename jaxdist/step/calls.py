@@ -50,8 +50,30 @@ _log = logging.getLogger("jaxdist")
 _names: "dict[str, itertools.count[int]]" = {}
 
 
+class Found(NamedTuple):
+    """A call that is known now, and what its arguments need before it runs."""
+
+    call: CachedCall
+    misplaced: Sequence[int] = ()  # leaves of the state, among the data, that are not where the program wants them
+    is_latest: bool = True  # it is the latest call of its structure again: its state is in place
+
+
 class Calls:
-    """The calls of one step on one mesh."""
+    """The calls of one step on one mesh.
+
+    What a call needs before its program runs, by what this rank knows of it:
+
+    ==================================  ========  ==================  ==========================================
+    arguments                           program   state               compared with the other ranks
+    ==================================  ========  ==================  ==========================================
+    as in the latest call               known     in place            at calls 1, 2, 4, ...: what copies hold
+    of the types of an earlier call     known     moved if elsewhere  the same; and if state is moved
+    of a known structure, other types   compiled  moved if elsewhere  types and program
+    of a new structure                  compiled  moved               types, program, what all leaves hold
+    ==================================  ========  ==================  ==========================================
+
+    Any call is compared that another rank may not expect (`Ledger.waits`).
+    """
 
     def __init__(self, base: str, settings: Settings, context: Context, mesh: Mesh, input_mesh: Mesh | None = None):
         connect(context, mesh)
@@ -132,16 +154,16 @@ class Calls:
         settings, latest = (trace_settings(), self.cache.looked_for), self._latest.get(tree)
         try:
             if totals is None and latest is not None and latest.fits(leaves, settings):
-                cached, misplaced = latest, None
+                found = Found(latest)
             else:
                 rows = self._rows(leaves, totals)
-                cached, misplaced = self._look_up(arguments, rows, settings)
+                found = self._look_up(arguments, rows, settings)
             if pinned is not None:
-                cached.check_compiled(pinned.expected)
+                found.call.check_compiled(pinned.expected)
         except Exception as error:
             self._report(error, rows)
             raise
-        return cached, self._compared_and_placed(cached, arguments, misplaced, rows)
+        return found.call, self._compared_and_placed(found, arguments, rows)
 
     def _call(
         self, cached: CachedCall, state: Sequence[Leaf], batch: Sequence[Leaf]
@@ -200,8 +222,8 @@ class Calls:
             cached.sizes_compared = len(divided)
         return cached.is_ambiguous
 
-    def _look_up(self, arguments: Arguments, rows: Rows, settings: TraceSettings) -> tuple[CachedCall, Sequence[int]]:
-        """Return the call for these arguments, and the leaves of the state that must move."""
+    def _look_up(self, arguments: Arguments, rows: Rows, settings: TraceSettings) -> Found:
+        """Return the call for these arguments, with a new program if none is known."""
         args, keywords, leaves, _ = arguments
         check_not_donated(self.name, self._settings.calling, args, keywords, leaves)
         signature, data = self.read(arguments, rows)
@@ -216,7 +238,7 @@ class Calls:
             self.announce(cached.program)
         targets = cached.program.placed.layouts
         pairs = zip(signature.state, layouts, strict=True)
-        return cached, [i for i, layout in pairs if layout is not targets[i]]
+        return Found(cached, [i for i, layout in pairs if layout is not targets[i]], is_latest=False)
 
     def _new(
         self, arguments: Arguments, rows: Rows, settings: TraceSettings, signature: Signature, data: Sequence[Leaf]
@@ -237,28 +259,30 @@ class Calls:
             entry = ledger_entry(self.name, signature, data, entries, program, self.placer)
         return CachedCall(program, constants, settings, positions, batch_types, unmarked_rows, entry)
 
-    def _compared_and_placed(
-        self, cached: CachedCall, arguments: Arguments, misplaced: Sequence[int] | None, rows: Rows | None
-    ) -> Sequence[Leaf]:
-        """Return the leaves of a call on which all ranks agree, with the state on the mesh.
-
-        `misplaced` is None for the latest call again, whose state is in place.
-        """
-        leaves, tree = arguments.leaves, arguments.tree
-        is_new = misplaced is not None and (tree, cached.constants) not in self.reader.signatures
+    def _compared_and_placed(self, found: Found, arguments: Arguments, rows: Rows | None) -> Sequence[Leaf]:
+        """Return the leaves of a call on which all ranks agree, with the state on the mesh."""
+        cached, leaves, tree = found.call, arguments.leaves, arguments.tree
+        is_new = not found.is_latest and (tree, cached.constants) not in self.reader.signatures
+        is_new |= self._several and self._with_bits and cached.signature in self._unconfirmed
         differs: DifferingRanks = {}
-        if self._several:
-            is_new |= self._with_bits and cached.signature in self._unconfirmed
-            # A known call waits for nobody, unless another rank may be about to make another.
-            compares = is_new or misplaced or cached.entry.digest not in self._compared or self._with_bits
-            if compares or self._is_ambiguous(cached) or self._ledger.waits(cached.entry):
-                differs = self._compare(cached, leaves, is_new, misplaced or (), rows)
-        if misplaced is not None:
+        if self._several and (is_new or self._must_compare(found)):
+            differs = self._compare(cached, leaves, is_new, found.misplaced, rows)
+        if not found.is_latest:
             self.reader.signatures[tree, cached.constants] = cached.signature
-            leaves = self._with_state(cached, leaves, misplaced, differs) if misplaced else leaves
+            leaves = self._with_state(cached, leaves, found.misplaced, differs) if found.misplaced else leaves
             cached.remember(leaves)
             self._latest[tree] = cached
         return leaves
+
+    def _must_compare(self, found: Found) -> bool:
+        """Check whether a call that is known has to wait for the other ranks all the same."""
+        return (
+            bool(found.misplaced)  # rank 0's state is sent to all, which takes all
+            or found.call.entry.digest not in self._compared  # its types are new
+            or self._with_bits
+            or self._is_ambiguous(found.call)  # another rank may have read its rows as a batch of another size
+            or self._ledger.waits(found.call.entry)  # another rank asks, or the order of calls is a new one
+        )
 
     def announce(self, program: Program) -> None:
         """Warn about slow parts of a program, once."""

@@ -55,7 +55,7 @@ class Reader:
         parameters, constants = self.calling.of(len(args), keywords), self.constants(tree, leaves)
         self._check_hashable(constants, parameters, args)
         if earlier := self.signatures.get((tree, constants)):
-            return earlier
+            return earlier  # by structure alone: batches of other sizes are read alike
         numbers = frozenset(c.position for c in constants if isinstance(c.value, NUMBERS))
         paths, whole = jax.tree_util.tree_flatten_with_path(args)
         leaf_names = [leaf_name(parameters, path) for path, _ in paths]
@@ -90,46 +90,48 @@ class Reader:
     # --- the batch by structure
 
     def _by_structure(self, signature: Signature, leaves: Sequence[Leaf]) -> Signature:
-        """The signature with the batch as `jaxdist.step.batch` says."""
+        """The signature with the batch as `jaxdist.step.batch` says.
+
+        What the step returns is its state; to know that it must be traced, and to be traced the call must be read:
+
+        1. It is traced once in the reading that is right for sure, or likely (`_returned`).
+        2. `batch_of` takes what that returns into account.
+        3. Where some candidates are returned and others are not, or where processes pass parts, whose state may have
+           the length of a part by chance, the first reading is taken in which the step can be traced (`_readings`).
+        """
         arguments = [self._argument([leaves[i] for i in argument.positions]) for argument in signature.arguments]
-
-        def with_batch(chosen: Iterable[int]) -> Signature:
-            """The call read with these arguments as the batch: those of their leaves that can be split."""
-            split = set[int]()
-            for k in chosen:
-                positions = signature.arguments[k].positions
-                sizes = batch.sizes([leaves[i] for i in positions])
-                split.update(i for i, size in zip(positions, sizes, strict=True) if size is not None)
-            return signature.with_batch(split)
-
-        # To know what the step returns it must be traced, and for that the call be read. One process has the whole
-        # batch: read as state it has the same shapes. Of several, the parts must be joined first.
-        several = len(self._placer.device_map.sharers) > 1
-        try:
-            returned = self.returned(with_batch(batch.batch_of(arguments) if several else ()), leaves)
-        except Exception:
-            if not several:
-                raise
-            # With the part of this process alone, which does not work next to a batch that is global already.
-            returned = self.returned(signature, leaves) if self.error_if_read(signature, leaves) is None else []
+        passes_parts = len(self._placer.device_map.sharers) > 1
+        returned = self._returned(signature, leaves, batch.batch_of(arguments) if passes_parts else None)
         candidates = batch.batch_of(arguments, returned)
         certain = [k for k in candidates if k not in returned]  # what the step does not return is no state
         is_mixed = 0 < len(certain) < len(candidates)
-        if not several and not is_mixed:
-            return with_batch(candidates)
+        if not passes_parts and not is_mixed:
+            return _with_batch(signature, leaves, candidates)
         # A state that is read as batch has a length of its own, which differs from the batch's where several processes
         # pass parts. In one process both are of one length: the trace is of a batch twice as long.
         for guess in _readings(candidates, certain if is_mixed else ()):
-            if self.error_if_read(with_batch(guess), leaves, batch_factor=1 if several else 2) is None:
-                return with_batch(guess)
-        error = self.error_if_read(with_batch(candidates), leaves) if several else None
+            reading = _with_batch(signature, leaves, guess)
+            if self.error_if_read(reading, leaves, batch_factor=1 if passes_parts else 2) is None:
+                return reading
+        reading = _with_batch(signature, leaves, candidates)
+        error = self.error_if_read(reading, leaves) if passes_parts else None
         if error and self.error_if_read(signature, leaves) is None:
             names = [signature.arguments[k].name for k in candidates]
             raise ValueError(
                 f"step {self.name!r}: {batch.listed(names)} would be the batch, which has the parts of all ranks, and "
                 f"the step can't be traced so ({in_words(error)}). Name the batch in batch_argnums="
             ) from error
-        return with_batch(candidates)
+        return reading
+
+    def _returned(self, signature: Signature, leaves: Sequence[Leaf], likely: Sequence[int] | None) -> list[int]:
+        """Return the arguments that part of the step's result looks like; `likely`: those that may be the batch."""
+        if likely is None:  # one process has the whole batch: read as state it has the same shapes
+            return self.returned(signature, leaves)
+        try:  # the parts that processes pass must be joined first
+            return self.returned(_with_batch(signature, leaves, likely), leaves)
+        except Exception:  # of the user's step: `likely` is wrong, or the step is
+            # With the part of this process alone, which does not work next to a batch that is global already.
+            return self.returned(signature, leaves) if self.error_if_read(signature, leaves) is None else []
 
     def returned(self, signature: Signature, leaves: Sequence[Leaf]) -> list[int]:
         """Return the arguments that part of the step's result looks like, if the call is read so."""
@@ -191,6 +193,16 @@ class Reader:
             positions = [i for i, name in enumerate(signature.names) if _is_in(name, part)]
             chosen += _with_entries(positions, leaves) or positions
         return chosen
+
+
+def _with_batch(signature: Signature, leaves: Sequence[Leaf], chosen: Iterable[int]) -> Signature:
+    """The signature with these arguments as the batch: those of their leaves that can be split."""
+    split = set[int]()
+    for k in chosen:
+        positions = signature.arguments[k].positions
+        sizes = batch.sizes([leaves[i] for i in positions])
+        split.update(i for i, size in zip(positions, sizes, strict=True) if size is not None)
+    return signature.with_batch(split)
 
 
 def _readings(candidates: Sequence[int], certain: Sequence[int]) -> list[Sequence[int]]:

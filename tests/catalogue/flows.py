@@ -101,6 +101,8 @@ FLOWS: dict[str, Callable[[Any, Any], Any]] = {
     "a sum that each turn uses": lambda w, x: over_turns(lambda c, p: c + gradient(w - 0.1 * c, p), w, x),
     "a clipped sum": lambda w, x: over_turns(lambda c, p: jnp.clip(c + gradient(w, p), -0.1, 0.1), w, x),
     "a sum that starts elsewhere": lambda w, x: over_turns(lambda c, p: c + gradient(w, p), w, x, w * 3),
+    "a start that is used whole, too": lambda w, x: (lambda s: [
+        lax.scan(lambda c, r: (c + r.sum(), None), s, x)[0].sum(), jnp.sort(s, 0).sum()])(jnp.sin(x)),
     "picked one by one": lambda w, x: lax.fori_loop(0, 4, lambda i, c: c + gradient(w, turns(x)[i]), jnp.zeros_like(w)),
     "nested": lambda w, x: over_turns(
         lambda c, p: lax.fori_loop(0, 2, lambda i, c: c + gradient(w, p) * i, c), w, x

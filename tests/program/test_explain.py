@@ -16,6 +16,8 @@ from catalogue import flows, idioms, operations, traps
 from harness import oracle
 from harness.check import decorated
 from harness.errors import missing
+from jax.experimental import pallas as pl
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 
@@ -211,6 +213,36 @@ def test_a_mix_of_shards_and_of_the_batch_is_of_the_batch() -> None:
     said = jaxdist.explain(decorated(step), jaxdist.shard(jnp.ones((64, 8))), X)
     sent = [row.what for row in said.rows if row.operation == "sort" and row.what != "repeated"]
     assert sent == ["all-gather of activations"]
+
+
+def multiply(x_ref: Any, w_ref: Any, out_ref: Any) -> None:
+    out_ref[...] = x_ref[...] @ w_ref[...]
+
+
+def in_pallas(x: jax.Array, w: jax.Array) -> jax.Array:
+    """In four blocks of rows."""
+    blocks = lambda columns: pl.BlockSpec((len(x) // 4, columns), lambda i: (i, 0))
+    return pl.pallas_call(
+        multiply, jax.ShapeDtypeStruct((len(x), w.shape[1]), x.dtype), grid=(4,),
+        in_specs=[blocks(len(w)), pl.BlockSpec()], out_specs=blocks(w.shape[1]), interpret=True,
+    )(x, w)  # fmt: skip
+
+
+with_a_rule = custom_partitioning(lambda x, w: x @ w)
+with_a_rule.def_partition(partition=lambda *_: None, sharding_rule="i j, j k -> i k")
+KERNELS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "pallas_call": in_pallas,
+    "custom_partitioning": with_a_rule,
+    "ffi_call": lambda x, w: jax.ffi.ffi_call("multiply", jax.ShapeDtypeStruct((len(x), w.shape[1]), x.dtype))(x, w),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_work_in_kernels_is_counted(name: str) -> None:
+    """Four devices repeat a product of a kernel, and divide one of the same size: of five parts, four."""
+    w, x = jnp.zeros((256, 256), np.float32), np.zeros((64, 256), np.float32)
+    rows = jaxdist.explain(decorated(lambda w, x: (KERNELS[name](x, w) @ w).sum(), 4), w, x).rows
+    assert [round(row.share, 1) for row in rows if (row.what, row.operation) == ("repeated", name)] == [0.8]
 
 
 def test_a_scan_along_the_batch_sends_few_rows() -> None:

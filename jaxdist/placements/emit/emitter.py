@@ -22,7 +22,6 @@ from jaxdist.placements.model.values import (
     REPLICATED,
     Form,
     Partial,
-    Replicated,
     Split,
     form,
     in_one_collective,
@@ -46,7 +45,8 @@ class Emitter:
         self.block, self.marks = placed.block, marks
         self._compressible, self._compress = compressible or {}, compress
         # A conversion adds a form and keeps the old ones: one operation may take a value as two operands.
-        self._forms: defaultdict[int, dict[Any, Any]] = defaultdict(dict)
+        self._forms: defaultdict[int, dict[Form, Any]] = defaultdict(dict)
+        self._fetched: dict[tuple[int, bool], Any] = {}  # stored values that are whole in the forward or backward pass
         self._makers: dict[int, tuple[Callable[..., Any], Node]] = {}
         self._formed: dict[int, Node] = {}  # values that are only a reshape of a stored one
         self._backward = False
@@ -104,39 +104,39 @@ class Emitter:
             make, node = self._makers[i]
             forms[target] = make(self, node, target)
             return forms[target]
-        key: Any = target
         placement = self.placed.placements[i]
-        if (
-            isinstance(placement, Split)
-            and placement.of_state
-            and isinstance(target, Replicated)
-            and REPLICATED not in forms
-        ):
-            # Gathered for the forward pass and again for the backward pass; not kept in between.
-            key = target, self._backward
-            if key in forms:
-                return forms[key]
-            if (node := self._formed.get(i)) and key in self._forms[node.ins[0]]:
-                forms[key] = self.bind(node, [self._forms[node.ins[0]][key]])[0]
-                return forms[key]
-        forms[key] = out = self._convert(i, target, forms)
-        return out
+        if isinstance(placement, Split) and placement.of_state and target == REPLICATED and REPLICATED not in forms:
+            return self._fetch(i, forms)
+        forms[target] = self._convert(i, target, forms)
+        return forms[target]
 
-    def _convert(self, i: int, target: Form, forms: dict[Any, Any]) -> Any:
-        aval = self.block.avals[i]
-        summand = next((f for f in forms if isinstance(f, Partial)), None)
+    def _fetch(self, i: int, forms: Mapping[Form, Any]) -> Any:
+        """Gather a stored value for the forward pass, and again for the backward pass: it is not kept in between."""
+        key = i, self._backward
+        if key not in self._fetched:
+            node = self._formed.get(i)  # a reshape of a value that may be there
+            before = None if node is None else self._fetched.get((node.ins[0], self._backward))
+            if node is not None and before is not None:
+                self._fetched[key] = self.bind(node, [before])[0]
+            else:
+                self._fetched[key] = self._convert(i, REPLICATED, forms)
+        return self._fetched[key]
+
+    def _convert(self, i: int, target: Form, forms: Mapping[Form, Any]) -> Any:
+        """Bring a value into a form in which this device does not have it yet: see `Infer.reshard` for the kinds."""
+        aval, placed_form = self.block.avals[i], form(self.placed.placements[i])
+        if isinstance(target, Split) and REPLICATED in forms:
+            return self.cut(forms[REPLICATED], target)
+        # From where propagation says that it is; from a summand before it is added up for the first time.
+        source = next(f for f in (placed_form, *forms) if f in forms and isinstance(f, (Partial, Split)))
         if isinstance(target, Split):
-            if REPLICATED in forms:
-                return self.cut(forms[REPLICATED], target)
-            source = summand or next(f for f in forms if isinstance(f, Split))
-            if in_one_collective(source, target, self.n, aval.dtype):
-                if isinstance(source, Partial):
-                    return self._scatter(i, forms[source], source, target)
-                return self._exchange(forms[source], source, target)
-            return self.cut(self.take(i, REPLICATED), target)
-        if summand is not None:
-            return self._reduce(i, forms[summand], summand)
-        source = next(f for f in forms if isinstance(f, Split))
+            if not in_one_collective(source, target, self.n, aval.dtype):
+                return self.cut(self.take(i, REPLICATED), target)
+            if isinstance(source, Partial):
+                return self._scatter(i, forms[source], source, target)
+            return self._exchange(forms[source], source, target)
+        if isinstance(source, Partial):
+            return self._reduce(i, forms[source], source)
         return self._gather(forms[source], source, aval, self._turned(i))
 
     def _wire(self, i: int, dtype: Any) -> str | None:
@@ -291,6 +291,7 @@ class Emitter:
                 return self.run(xs)
             finally:  # `jax.checking_leaks` looks for tracers that outlive their trace
                 self._forms.clear()
+                self._fetched.clear()
                 self.__dict__.pop("index", None)
 
         # Axes with one device have no pass, and the user's own code may name them.

@@ -1,23 +1,30 @@
 """The cost of a placed step on one device: FLOPs, seconds, and messages."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
+from jaxdist import compat
+from jaxdist.ir.interpreter import bodies
 from jaxdist.ir.operations import CONTRACTION, is_elementwise
 from jaxdist.machine import Machine
-from jaxdist.placements.model.block import Block, Node
+from jaxdist.placements.model.block import Block, Node, flatten
 from jaxdist.placements.model.strategy import Inference, Propagation, Strategy, itemsize
-from jaxdist.placements.model.values import Split, local_shape
+from jaxdist.placements.model.values import REPLICATED, Split, local_shape
 
 # FLOPs for a matrix, divided by both dimensions and the smaller one (Golub and Van Loan, *Matrix Computations*).
 _FACTORIZATION = {
     "cholesky": 1 / 3, "eig": 25, "eigh": 9, "geqrf": 2, "hessenberg": 10 / 3, "householder_product": 2, "lu": 2 / 3,
     "qr": 4, "schur": 25, "svd": 20, "triangular_solve": 1, "tridiagonal": 4 / 3,
 }  # fmt: skip
+# Operations that run a program as it is on each device, and the parameter that holds it.
+_KERNELS = {"pallas_call": "jaxpr", "custom_partitioning": "call", "shard_map": "jaxpr", "jaxdist_own_code": "body"}
+_NOT_ENTRYWISE = {*CONTRACTION, *_FACTORIZATION, *_KERNELS, "ffi_call"}
 
 
 def cost(placed: Propagation, infer: Inference, examples: int = 1, memory: bool = True) -> float:
@@ -44,7 +51,7 @@ def seconds(placed: Propagation, machine: Machine, memory: bool = True) -> float
 
 def seconds_of(block: Block, node: Node, strategy: Strategy, machine: Machine, memory: bool = True) -> float:
     """Estimate a device's seconds for an operation: its products, its memory traffic."""
-    is_entrywise = node.name not in CONTRACTION and node.name not in _FACTORIZATION
+    is_entrywise = node.name not in _NOT_ENTRYWISE
     if is_entrywise and (not memory or _is_in_a_loop(block, node)):
         return 0.0
     cost, dtype = flops(block, node, strategy), block.avals[node.outs[0]].dtype if node.outs else np.dtype("float32")
@@ -99,5 +106,28 @@ def flops(block: Block, node: Node, strategy: Strategy) -> int:
     if node.name in _FACTORIZATION:
         shape = local_shape(block.avals[node.ins[0]].shape, in_forms[0])
         return round(_FACTORIZATION[node.name] * math.prod(shape) * min(shape[-2:]))
+    if node.name in _KERNELS:
+        return _runs(node) * flops_of(compat.closed(node.eqn.params[_KERNELS[node.name]]))
+    if node.name == "ffi_call":  # unknown: as for a product of its three largest arrays, each over two of three loops
+        arrays = sorted([math.prod(shape) for shape in block.shapes((*node.ins, *node.outs))], reverse=True)
+        return 2 * math.isqrt(math.prod(arrays[:3])) if len(arrays) > 2 else sum(sizes)
     dtypes = [block.avals[o].dtype for o in node.outs]
     return sum(n for n, t in zip(sizes, dtypes, strict=True) if not jax.numpy.issubdtype(t, jax.dtypes.extended))
+
+
+def _runs(node: Node) -> int:
+    """Return how often a kernel's program runs: for each point of its grid."""
+    grid = node.eqn.params["grid_mapping"].grid if node.name == "pallas_call" else ()
+    return math.prod(n for n in grid if isinstance(n, int))
+
+
+@functools.lru_cache(maxsize=256)
+def flops_of(closed: ClosedJaxpr) -> int:
+    """Count the FLOPs of a program that each device runs as it is; of branches, those of the longest."""
+    block, total = flatten(closed), 0
+    for node in block.nodes:
+        inner = [flops_of(body.closed) for body in bodies(node.eqn)]
+        as_is = Strategy([REPLICATED] * len(node.ins), [REPLICATED] * len(node.outs))
+        once = max(inner) if node.name == "cond" else sum(inner) if inner else flops(block, node, as_is)
+        total += node.trip_count * once
+    return total

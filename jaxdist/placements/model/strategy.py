@@ -168,7 +168,7 @@ class Propagation:
     messages: list[Message] = field(default_factory=list)  # without those in loops and branches
     reduced_inputs: frozenset[int] = frozenset()  # inputs given as summands and added up inside
     alternatives: "list[tuple[Node, Strategy]]" = field(default_factory=list)  # those not taken by default
-    matrices: int = 0  # the number of components in it (`jaxdist.placements.search.matrices`)
+    matrices: int = 0  # the number of components in it (`jaxdist.placements.search.owners.components`)
 
     def __str__(self) -> str:
         """A line for each operation: results with their placements, operands with their forms, messages."""

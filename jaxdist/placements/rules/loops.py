@@ -36,7 +36,7 @@ Carried = tuple[Sequence[Placement], Propagation]  # a loop's carries, and its b
 
 
 def join(a: Placement, b: Placement) -> Placement:
-    """Return a placement that can hold both values, and that claims as little as possible."""
+    """Return the placement, of the order that `_carried` shows, that is far enough down it to hold both values."""
     if a == b:
         return a
     if isinstance(a, Split):
@@ -61,12 +61,14 @@ def _carried(
 
     A carry starts with the strongest claim, and each round weakens those that the body does not keep::
 
-        Partial     each device has a summand: the body only adds to it
-        Replicated  each device has the value
-        Split       each device has its slice, which is cut from a value for free, but not the other way round
+        Partial, of a gradient    each device has a summand: the body only adds to it
+        Partial                   the same, of other values: it must not be sent compressed
+        Replicated                each device has the value
+        Split, of state           each device has its slice, which is cut from a value for free, but not the reverse
+        Split, of the batch       the same, of examples
 
-    A carry only moves down this list, so the rounds end. Giving up after `_MOST_ROUNDS` of them guards against a rule
-    that is not monotone: whole carries are right, and send more.
+    A carry only moves down this list (`_weaker`), so after at most four rounds for each carry nothing changes. Most
+    loops take two rounds; after `_MOST_ROUNDS`, carries that are not Split stay whole: that is right, and sends more.
 
     Args:
       block: the body.
@@ -78,9 +80,9 @@ def _carried(
     carry = [_first_claim(block, p, block.inputs[k]) for p, k in zip(init, carry_inputs, strict=True)]
     for _ in range(_MOST_ROUNDS):
         body = place_body(carry)
-        reduced = {*used_outside(carry), *(k - carry_inputs[0] for k in body.reduced_inputs if carry_inputs)}
-        returned = body.out_placements[: len(carry)]
-        next_carry = [_weaker(p, q, k in reduced) for k, (p, q) in enumerate(zip(carry, returned, strict=True))]
+        outside, returned = used_outside(carry), body.out_placements[: len(carry)]
+        reduced = [k in outside or i in body.reduced_inputs for k, i in enumerate(carry_inputs)]
+        next_carry = [_weaker(p, q, needed) for p, q, needed in zip(carry, returned, reduced, strict=True)]
         if next_carry == carry:
             return carry, body
         carry = next_carry
@@ -186,6 +188,7 @@ def _scan(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     def resolve(consts: Sequence[Placement], xs: Sequence[Placement]) -> Carried:
         return _carried(block, carry_in, body.carry, lambda carry: place(consts, carry, xs))
 
+    # First with the operands as they come; then with what is better gathered, or cut, before the loop.
     consts = [throughout(p) for p in consts_in]
     consts, (carry, placed) = _with_constants(infer, consts, node.trip_count, lambda consts: resolve(consts, xs))
     if over_batch and placed.communicates and _is_little(infer, sum(nbytes(ctx.block.avals[i]) for i in arrays)):
@@ -195,23 +198,27 @@ def _scan(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
         if not whole.communicates and seconds(whole, infer.axis.machine) <= infer.link.latency:
             carry, xs, placed = whole_carry, gathered, whole
     consts, (placed,) = sliced(consts, [placed], lambda cut: [place(cut, carry, xs)])
-    wants, out_placements = [form(p) for p in carry], _out(carry)
-    for k in body.ys:
-        p = resolved(_stacked(ctx, node.outs[k], placed.returned(k), k in added_later))
-        wants.append(form(p))
-        stacked = replace(p, dim=p.dim + 1, whole=False, requested=False) if isinstance(p, Split) else p
-        out_placements.append(Replicated() if isinstance(stacked, Replicated) else stacked)
-    placed = place(consts, carry, xs, wants)
+    # The carries leave an iteration as they enter it, and what is stacked up as the loop's results have it.
+    ys = [_turn_of(ctx, node.outs[k], placed.returned(k), k in added_later) for k in body.ys]
+    placed = place(consts, carry, xs, [form(p) for p in (*carry, *ys)])
+    out_placements = [*_out(carry), *map(_stacked, ys)]
     return Strategy([form(p) for p in (*consts, *carry, *xs)], out_placements, bound([placed]), bodies=[placed])
 
 
-def _stacked(ctx: RuleContext, o: int, p: Placement, later: bool) -> Placement:
+def _turn_of(ctx: RuleContext, o: int, p: Placement, later: bool) -> Placement:
     """Place a turn's part of a stacked result: large summands are reduced, unless they are added up later."""
     aval = ctx.block.avals[o]
     if not isinstance(p, Partial) or later or _is_little(ctx.infer, nbytes(aval)):
-        return p
+        return resolved(p)
     dim = ctx.infer.marked(ctx.block).get(o)
     return ctx.infer.shard(dim - 1, aval.shape[dim]) if dim else REPLICATED
+
+
+def _stacked(p: Placement) -> Placement:
+    """Return the placement of a stack of values that are placed so."""
+    if isinstance(p, Split):
+        return replace(p, dim=p.dim + 1, whole=False, requested=False)
+    return REPLICATED if isinstance(p, Replicated) else p
 
 
 def _is_little(infer: Inference, size: int) -> bool:
@@ -295,7 +302,8 @@ def _while(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
         return infer.place(body, [*consts, *carry], wants, _partial_carries(carry))
 
     def reduced_by_cond(carry: Sequence[Placement]) -> list[int]:
-        return [i - test.carry.start for i in place_cond(carry).reduced_inputs]
+        reduced = place_cond(carry).reduced_inputs
+        return [k for k, i in enumerate(test.carry) if i in reduced]
 
     def resolve(consts: Sequence[Placement]) -> Carried:
         return _carried(body, loop.split(ins)[1], loop.carry, lambda carry: place_body(consts, carry), reduced_by_cond)

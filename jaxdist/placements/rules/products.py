@@ -16,7 +16,9 @@ from jaxdist.placements.model.strategy import IN_PLACE, Strategy, nbytes
 from jaxdist.placements.model.values import REPLICATED, Aval, Partial, Placement, Split, form, tile
 from jaxdist.placements.rules.context import RuleContext, alternative
 
-NAME = "send the examples"  # the name of the option
+# One name for what it means forward (`_with_slices`) and backward (`_in_slices`): they pay off together, since a weight
+# that is not gathered for one product need not be for the other.
+NAME = "send the examples"
 
 
 @alternative("dot_general", "conv_general_dilated", "gather", "scatter-add")
@@ -44,7 +46,11 @@ def _product(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
 def _with_slices(
     ctx: RuleContext, node: Node, ins: Sequence[Placement], described: Factors, sharded: int, example: int
 ) -> Strategy | None:
-    """Multiply the batch with a weight that is split over the devices."""
+    """Multiply the batch with a weight in slices: ``x[b, i] @ w[i, o]``, where each device has some columns of `w`.
+
+    All devices take all of `x`, make some columns of the result for all examples, and exchange these for all columns
+    of their own examples. If each has some rows of `w`, they make summands of all, which are scattered by example.
+    """
     weight = ins[sharded]
     assert isinstance(weight, Split)
     (result,), cut = described.results, described.operands[sharded][weight.dim]
@@ -64,12 +70,14 @@ def _with_slices(
 def _in_slices(
     ctx: RuleContext, node: Node, ins: Sequence[Placement], described: Factors, example: int
 ) -> Strategy | None:
-    """Sum over the examples in slices; gather these if not wanted: an all-reduce is a sum in slices and a gather."""
+    """Make slices of a sum over the examples: ``x[b, i].T @ d[b, o]``, for some `i` each, of all examples.
+
+    A gradient that no mark wants in slices is gathered afterwards: an all-reduce is a sum in slices and a gather.
+    """
     (o,), (result,) = node.outs, described.results
-    out = ctx.block.avals[o]
-    dim: int | None = ctx.infer.marked(ctx.block).get(o)
-    gathered = dim is None and node.backward and not _is_added_up_elsewhere(ctx, o)
-    dim = ctx.infer.choose(out.shape) if gathered else dim
+    out, wanted = ctx.block.avals[o], ctx.infer.marked(ctx.block).get(o)
+    gathered = wanted is None and node.backward and not _is_added_up_elsewhere(ctx, o)
+    dim = ctx.infer.choose(out.shape) if gathered else wanted
     if dim is None or described.reduced.get(example) != "sum" or (cut := result[dim]) is None:
         return None
     slices = ctx.infer.shard(dim, out.shape[dim])
@@ -129,7 +137,15 @@ def _heads(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy |
 
 
 def _places(ctx: RuleContext, node: Node, described: Factors, ins: tuple[Split, Split], heads: int) -> int | None:
-    """Return the result's factor along one sequence, or None if it has two or none."""
+    """Return the result's factor along one sequence, to cut the result along again; None if it has two or none.
+
+    With everything split along the sequence, for queries, keys and values of ``[head, position, feature]``::
+
+        scores[h, q, k] = queries[h, q, d], keys[h, k, d]    two, `q` and `k`: the scores stay split by heads
+        out[h, q, d] = scores[h, q, k], values[h, k, d]      one, `q`: it is split along the sequence again
+
+    Where it takes the wrong one, lengths being equal by chance, the result is right, and sent once more.
+    """
     candidates = set[int | None]()
     for p, other, dims, shape in zip(ins, ins[::-1], described.operands, ctx.block.shapes(node.ins), strict=True):
         if dims[p.dim] != heads:

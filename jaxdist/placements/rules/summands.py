@@ -21,7 +21,8 @@ from jaxdist.placements.model.values import (
 )
 from jaxdist.placements.rules.run import run_wide
 
-_LARGE = 2**8  # summands may be larger than their sum, and must not overflow where it does not
+# Summands may be larger than their sum, and must not overflow where it does not: a factor may take 8 bits of the range.
+_LARGE = 2**8
 
 
 def _goes_on(block: Block, node: Node) -> bool:
@@ -59,54 +60,67 @@ def passes(block: Block, node: Node, i: int, ins: Sequence[Placement]) -> bool:
     return node.name in _IN_EITHER or (k == 0 and node.name in _IN_THE_FIRST)
 
 
+# Operations that add up their operands, or put them beside each other: which operands these are, by `slice`.
+_OF_TERMS = {
+    "add": slice(None), "sub": slice(None), "add_any": slice(None), "concatenate": slice(None),
+    "dynamic_update_slice": slice(0, 2), "select_n": slice(1, None),
+}  # fmt: skip
+
+
 def linear(
     block: Block, may_stay_partial: frozenset[int], later: frozenset[int], node: Node, ins: Sequence[Placement]
 ) -> Strategy | None:
     """Apply the operation to summands if the sum of the results is the result for the sum."""
-    name, avals = node.name, [block.avals[i] for i in node.ins]
-    if len(node.outs) != 1:
-        return None
-    out = block.avals[node.outs[0]]
-    partial = [isinstance(p, Partial) for p in ins]
-    size = max(a.size for a, s in zip(avals, partial, strict=True) if s)
-    summands = [p for p in ins if isinstance(p, Partial)]
-    gradient, added = all(p.gradient for p in summands), any(p.made for p in summands)
+    avals, summands = [block.avals[i] for i in node.ins], [p for p in ins if isinstance(p, Partial)]
     unreduced_axes = summands[0].unreduced_axes
-    if any(p.unreduced_axes != unreduced_axes for p in summands):
+    if len(node.outs) != 1 or any(p.unreduced_axes != unreduced_axes for p in summands):
         return None
-    if name == "jaxdist_all_reduce":  # over a different axis: one reduction over both
+    partial, out = [isinstance(p, Partial) for p in ins], block.avals[node.outs[0]]
+    gradient, added = all(p.gradient for p in summands), any(p.made for p in summands)
+    if node.name == "jaxdist_all_reduce":  # over a different axis: one reduction over both
         unreduced_axes = tuple(dict.fromkeys((*unreduced_axes, *node.eqn.params["axes"])))
         return Strategy([form(summands[0])], [Partial(gradient, added, unreduced_axes)], lambda device, node, xs: xs)
-    in_forms: list[Form] = [Partial(unreduced_axes=unreduced_axes) if s else REPLICATED for s in partial]
-    ok = False
-    if name in LINEAR or name in ACROSS:
-        ok = out.size <= size and not any(partial[1:])  # not in where a slice starts
-    elif name == "convert_element_type":
-        a, b = avals[0].dtype, out.dtype
-        ok = _is_plain(a) and _is_plain(b) and jnp.promote_types(a, b) == b
-    elif name in ("add", "sub", "add_any", "concatenate", "dynamic_update_slice", "select_n"):
-        terms = range(1 if name == "select_n" else 0, 2 if name == "dynamic_update_slice" else len(ins))
-        every = all(partial[k] or is_zero(ins[k]) for k in terms)
-        splits = [p for p in (ins[k] for k in terms) if isinstance(p, Split) and not p.whole]
-        in_a_loop = node.outs[0] in may_stay_partial and not any(p.of_state or p.outer > 1 for p in splits)
-        ok = every or in_a_loop or (not splits and _goes_on(block, node))
-        ok = ok and not any(partial[k] for k in range(len(ins)) if k not in terms)
-        in_forms = [Partial(unreduced_axes=unreduced_axes) if k in terms else REPLICATED for k in range(len(ins))]
-        gradient = gradient and every  # a term added to a gradient must not lose digits on the wire for it
-    elif name == "mul":
-        other = ins[1 - partial.index(True)]
-        ok = sum(partial) == 1 and _scales(other, out.dtype)
-    elif name == "div":
-        ok = partial[0] and not partial[1] and _scales(ins[1], out.dtype, inverse=True)
-    elif name == "scatter-add":
-        ok = out.size <= size and partial == [False, False, True] and passes(block, node, node.ins[2], ins)
+    takes_summand = partial
+    size = max(a.size for a, is_summand in zip(avals, partial, strict=True) if is_summand)
+    match node.name:
+        case "convert_element_type":
+            a, b = avals[0].dtype, out.dtype
+            ok = _is_plain(a) and _is_plain(b) and jnp.promote_types(a, b) == b
+        case "mul":
+            ok = sum(partial) == 1 and _scales(ins[1 - partial.index(True)], out.dtype)
+        case "div":
+            ok = partial[0] and not partial[1] and _scales(ins[1], out.dtype, inverse=True)
+        case "scatter-add":
+            ok = out.size <= size and partial == [False, False, True] and passes(block, node, node.ins[2], ins)
+        case name if name in _OF_TERMS:
+            terms = range(len(ins))[_OF_TERMS[name]]
+            ok = _are_added_later(block, may_stay_partial, node, [ins[k] for k in terms])
+            ok = ok and not any(is_summand for k, is_summand in enumerate(partial) if k not in terms)
+            takes_summand = [k in terms for k in range(len(ins))]
+            # A term added to a gradient must not lose digits on the wire for it.
+            gradient = gradient and all(partial[k] or is_zero(ins[k]) for k in terms)
+        case name:
+            ok = name in LINEAR | ACROSS and out.size <= size and not any(partial[1:])  # not in where a slice starts
     if not ok and sum(partial) == 1 and (i := node.ins[partial.index(True)]) in later:
-        ok = passes(block, node, i, ins)
+        ok = passes(block, node, i, ins)  # the search tries what it costs to add up later
     if unreduced_axes:  # other operands may differ across those axes' devices: a position, a slice, a mask
-        ok = ok and name not in ACROSS and all(s or _known(p) is not None for s, p in zip(partial, ins, strict=True))
+        known = all(is_summand or _known(p) is not None for is_summand, p in zip(partial, ins, strict=True))
+        ok = ok and node.name not in ACROSS and known
     if not ok:
         return None
+    in_forms: list[Form] = [Partial(unreduced_axes=unreduced_axes) if takes else REPLICATED for takes in takes_summand]
     return Strategy(in_forms, [Partial(gradient, added, unreduced_axes)], run_wide)
+
+
+def _are_added_later(block: Block, may_stay_partial: frozenset[int], node: Node, terms: Sequence[Placement]) -> bool:
+    """Check whether terms stay summands: all are, or a loop or the next addition of a gradient adds them up anyway."""
+    if all(isinstance(p, Partial) or is_zero(p) for p in terms):
+        return True
+    splits = [p for p in terms if isinstance(p, Split) and not p.whole]
+    # A loop adds up over its iterations: a whole term counts on one device, a slice is put among zeros.
+    if node.outs[0] in may_stay_partial and not any(p.of_state or p.outer > 1 for p in splits):
+        return True
+    return not splits and _goes_on(block, node)
 
 
 def _is_plain(dtype: np.dtype) -> bool:

@@ -1,9 +1,10 @@
-"""The marks of `jaxdist.zero`: leaves that are sharded, and values that are reduced straight into slices.
+"""The marks of `jaxdist.zero` and `jaxdist.shard`: equations of `shard_p` in a traced step.
 
-A mark on an unmodified input of the step says how to keep it between steps.
+A mark on an unmodified input of the step says how to keep it between steps (`marks`). A mark on what an optimizer
+takes says in which slices to add it up (`marked`): at level 1 as at level 2, since nothing needs whole gradients.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,12 +13,10 @@ from jax.extend.core import ClosedJaxpr
 from jaxdist.ir.interpreter import CONTROL_FLOW, bodies, equations
 from jaxdist.ir.operations import SAME, is_elementwise
 from jaxdist.ir.primitives import shard_p
-from jaxdist.mesh import on_each_host
 from jaxdist.placements.model.block import Block, Node
 from jaxdist.placements.model.layouts import Cut, choose
-from jaxdist.placements.model.strategy import Inference, Propagation
-from jaxdist.placements.model.values import REPLICATED, Form, Partial, Split, reshaped
-from jaxdist.placements.rules.run import run_as_is
+from jaxdist.placements.model.strategy import Inference
+from jaxdist.placements.model.values import reshaped
 
 _KEPT = {"state": 1, "parameter": 3, "requested": 0}  # the level from which an input is in shards
 
@@ -123,7 +122,7 @@ def _mark(params: Mapping[str, Any], source: _From | None, level: int, collected
 
 
 def marked(infer: Inference, block: Block) -> dict[int, int]:
-    """Map each value that leads to a mark to the dimension that the mark will split."""
+    """Map each value that leads to a mark, by operations that keep slices apart, to the dimension to split."""
     dims: dict[int, int] = {}
     for node in reversed(block.nodes):
         if node.name == "jaxdist_shard":
@@ -146,74 +145,6 @@ def marked(infer: Inference, block: Block) -> dict[int, int]:
             for i in (i for i in node.ins if block.avals[i].shape == shape):
                 dims.setdefault(i, dim)
     return dims
-
-
-def used_in_slices(infer: Inference, placed: Propagation) -> dict[int, Split]:
-    """Find summands of which each device uses one slice, like the gradient of a gathered value, and the slices."""
-    block, placements = placed.block, placed.placements
-    used = dict[int, Form](dict.fromkeys(block.outputs, REPLICATED))  # the form of all uses, or whole if they differ
-    slices: dict[int, Split] = {}
-    for node, strategy in zip(reversed(block.nodes), reversed(placed.strategies), strict=True):
-        in_forms = strategy.in_forms
-        for i, placement in zip(node.outs, strategy.out_placements, strict=True):
-            split = used.get(i) if isinstance(placement, Partial) else None
-            if isinstance(split, Split) and split.is_tile(infer.devices):
-                slices[i] = split
-        # Work that is repeated on the way can be cut too.
-        split = used.get(node.outs[0]) if strategy.run is run_as_is and len(node.outs) == 1 else None
-        if isinstance(split, Split) and not node.eqn.effects:
-            described = block.factors(node) if not any(isinstance(placements[i], Split) for i in node.ins) else None
-            factor = described.results[0][split.dim] if described else None
-            if described and factor is not None:
-                operands = described.operands
-                in_forms = [split.along(dims.index(factor)) if factor in dims else REPLICATED for dims in operands]
-        for i, target in zip(node.ins, in_forms, strict=True):
-            if target != used.setdefault(i, target or REPLICATED):
-                used[i] = REPLICATED
-    return slices
-
-
-# --- groups of devices that share sharded leaves
-
-HOST = "host"
-Within = int | str | None  # the devices that share a leaf: all (None), each host's (``"host"``), or this many in a row
-
-
-def check_within(within: object) -> None:
-    """Refuse an invalid `Within`."""
-    if within is None or within == HOST or (type(within) is int and within > 0):
-        return
-    raise ValueError(f"within={within!r}: expected None (all devices), 'host' (each host's) or a number")
-
-
-def group(closed: ClosedJaxpr, hosts: Sequence[Hashable]) -> int:
-    """Return how many devices in a row share the sharded leaves of a step, or 0 for all."""
-    sizes = {_size(within, hosts) for within in asked(closed, "within")}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"the step keeps leaves in shards within groups of {' and of '.join(map(str, sorted(sizes)))} devices: "
-            "one step has groups of one size. Give each jaxdist.zero and jaxdist.shard in it the same `within`"
-        )
-    size = sizes.pop() if sizes else 0
-    return 0 if size == len(hosts) else size  # a group of all is none
-
-
-def _size(within: Within, hosts: Sequence[Hashable]) -> int:
-    n = len(hosts)
-    if within is None or n == 1:
-        return n
-    if within == HOST:
-        if not (size := on_each_host(hosts)):
-            raise ValueError(
-                f"within='host' needs equal numbers of devices on all hosts, in rank order; the {n} devices are on "
-                f"{', '.join(map(str, hosts[:16]))}{', ...' if n > 16 else ''}. Start the same number of processes "
-                "on each host, one host after the other"
-            )
-        return size
-    assert isinstance(within, int)
-    if n % within:
-        raise ValueError(f"within={within}: groups of {within} devices don't divide the {n} devices of the job")
-    return within
 
 
 def asked(closed: ClosedJaxpr, what: str) -> set[Any]:

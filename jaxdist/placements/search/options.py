@@ -9,15 +9,13 @@ from collections.abc import Hashable, Sequence
 
 from jaxdist.placements.model.block import TO_A_SUM, Block, Classes, Node
 from jaxdist.placements.model.cost import cost, descend
-from jaxdist.placements.model.strategy import Inference, Propagation, nbytes
+from jaxdist.placements.model.strategy import Inference, Propagation
 from jaxdist.placements.model.values import REPLICATED, Partial, Placement
 from jaxdist.placements.propagate import propagate
 from jaxdist.placements.rules.context import Choice
-from jaxdist.placements.rules.summands import passes
-from jaxdist.placements.search.marks import used_in_slices
+from jaxdist.placements.search.sums import added_up_later, used_in_slices
 
 _OPERATIONS, _FEWEST = 30_000, 8  # limit on walks of a block: fewer the more operations it has, down to a minimum
-_DEEPEST = 100  # operations in a row that are followed from a sum
 _SURE = 1 / 5  # extra weight of messages that only a switched option sends; estimates are not more accurate
 
 On = frozenset[int]  # the groups of operations that are switched
@@ -87,35 +85,9 @@ def _groups(infer: Inference, default: Propagation) -> list[Choice]:
     choices = [Choice(names) for names in groups.values()]
     if slices := used_in_slices(infer, default):
         choices.append(Choice(slices=slices))
-    if later := _added_up_later(infer, default):
+    if later := added_up_later(infer, default):
         choices.append(Choice(later=later))
     return choices
-
-
-def _added_up_later(infer: Inference, default: Propagation) -> frozenset[int]:
-    """Return summands that lead to smaller sums: the gradient of a weight that is built from smaller parameters.
-
-    For ``W + A @ B`` of shapes (n, n), (n, r) and (r, n), the gradient of the whole has n² entries, and what is made of
-    it 2nr. So both products take it as summands, and their results are added up.
-    """
-    block, kept = default.block, {*default.block.outputs, *infer.marked(default.block)}
-    known = dict[int, tuple[int, frozenset[int]]]()
-
-    def least(i: int, depth: int = _DEEPEST) -> tuple[int, frozenset[int]]:
-        """Return the fewest bytes to add up for a value, and what stays summands for that."""
-        if i not in known:
-            known[i] = nbytes(block.avals[i]), frozenset()
-            users = [block.nodes[k] for k in block.users.get(i, ()) if depth and i not in kept]
-            if users and all(passes(block, user, i, [default.placements[o] for o in user.ins]) for user in users):
-                results = [least(user.outs[0], depth - 1) for user in users]
-                size = sum(size for size, _ in results)
-                if size <= known[i][0]:
-                    known[i] = size, frozenset({i}).union(*(later for _, later in results))
-        return known[i]
-
-    reduced = {message.value for message in default.messages if message.kind in ("all-reduce", "reduce-scatter")}
-    smaller = (least(i)[1] for i in sorted(reduced) if i >= 0 and least(i)[0] < nbytes(block.avals[i]))
-    return frozenset[int]().union(*smaller)
 
 
 def _ties(block: Block, node: Node) -> list[Hashable]:

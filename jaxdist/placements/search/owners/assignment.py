@@ -1,7 +1,6 @@
-"""Owners: send whole matrices to one device each, process them once, and send back slices, if that is cheaper.
+"""Choose which components get owners, and which devices these are.
 
 An owner's cost depends on the owners of all other matrices, so all are assigned at once, apart from other options.
-Reference: Anil et al., *Scalable Second Order Optimization for Deep Learning*, arXiv 2002.09018.
 """
 
 import functools
@@ -21,8 +20,17 @@ from jaxdist.placements.model.cost import seconds, seconds_of
 from jaxdist.placements.model.strategy import Inference, Propagation, nbytes
 from jaxdist.placements.model.values import REPLICATED, Partial, Placement, Split, tile
 from jaxdist.placements.search.marks import asked
-from jaxdist.placements.search.matrices import Component, bytes_moved, bytes_sent, components, is_whole_work
 from jaxdist.placements.search.options import best
+from jaxdist.placements.search.owners.components import (
+    Component,
+    bytes_moved,
+    bytes_sent,
+    components,
+    is_whole_work,
+    most_inside,
+)
+
+_SLACK = 1.25  # a stack that all work on may take so many times as long as its owners: it is sent only once
 
 Way = Literal["slices", "owners"] | None  # the way to run whole-matrix work; None picks the cheaper one
 
@@ -44,7 +52,7 @@ class Work:
 class Owned(Node):
     """The operation that replaces the components of one stage."""
 
-    works: Sequence[Work] = field(default_factory=list)
+    works: Sequence[Work] = field(default_factory=list)  # of owners, or one on a stack
 
     @functools.cached_property
     def name(self) -> str:
@@ -75,8 +83,7 @@ def with_owners(infer: Inference, placed: Propagation) -> Block | None:
     """Return a block with owners for whole-matrix work, or None if that does not pay."""
     moved = bytes_moved(placed)
     parts = components(infer, placed, moved)
-    inner = max((body.matrices for strategy in placed.strategies for body in strategy.bodies), default=0)
-    placed.matrices = max(len(parts), inner)
+    placed.matrices = max(len(parts), most_inside(placed))
     if not parts or infer.split == "slices":
         return None
     on_slices, always = _costs(infer, placed, moved)
@@ -94,38 +101,43 @@ def _chosen(
     works = [_on_one(infer, placed, component) for component in parts]
     total = sum(work.seconds for work in works)
     stacks: list[list[Work]] = []
-    musts: list[Work] = []
-    others: list[tuple[Work, float]] = []
+    musts: list[Work] = []  # they get owners in any case
+    others: list[tuple[Work, float]] = []  # with their seconds on slices
     for work in works:
         must = infer.split == "owners" or any(id(node) in always for node in work.component.nodes)
         slices = sum(on_slices[id(node)] for node in work.component.nodes)
         if not must and (work.seconds + work.sent / link.bandwidth) / n + 2 * link.latency >= slices:
-            continue
+            continue  # it would not pay even if all devices were as busy
         stack = _stack(infer, placed, work.component)
-        if stack is not None and (stack.seconds * n <= 1.25 * work.seconds or work.seconds * n > total):
+        if stack is not None and (stack.seconds * n <= _SLACK * work.seconds or work.seconds * n > total):
             stacks.append([stack])
         elif must:
             musts.append(work)
         else:
             others.append((work, slices))
+    owned = _cheapest(musts, others, n, link)
+    for work, owner in zip(owned, _assigned(owned, n, link)[1], strict=True):
+        work.owner = owner
+    return [*stacks, [work for work in works if work in owned]] if owned else stacks
+
+
+def _cheapest(musts: Sequence[Work], others: Sequence[tuple[Work, float]], n: int, link: Link) -> list[Work]:
+    """Return what gets an owner so that all, on owners and on slices, takes least."""
     # A giant's owner finishes long after the others: what sends most stays on slices first.
-    others.sort(key=lambda other: other[0].sent)
+    others = sorted(others, key=lambda other: other[0].sent)
     ways = [[*musts, *(work for work, _ in others[:k])] for k in range(len(others) + 1)]
-    times = [
-        _assign(chosen_works, n, link) + sum(slices for _, slices in others[k:]) for k, chosen_works in enumerate(ways)
-    ]
-    chosen = ways[times.index(min(times))]
-    _assign(chosen, n, link)
-    return [*stacks, [work for work in works if work in chosen]] if chosen else stacks
+    left = [sum(slices for _, slices in others[k:]) for k in range(len(others) + 1)]
+    times = [_assigned(works, n, link)[0] + slices for works, slices in zip(ways, left, strict=True)]
+    return ways[times.index(min(times))]
 
 
-def _assign(works: Sequence[Work], n: int, link: Link) -> float:
-    """Assign the largest work first, to the least loaded device (Graham, 1969); return the seconds of all."""
-    devices = [(0.0, i) for i in range(n)]
-    for work in sorted(works, key=lambda work: -work.seconds):
-        load, work.owner = heapq.heappop(devices)
-        heapq.heappush(devices, (load + work.seconds + work.sent / link.bandwidth, work.owner))
-    return max(devices)[0] + 2 * link.latency * bool(works)
+def _assigned(works: Sequence[Work], n: int, link: Link) -> tuple[float, list[int]]:
+    """Return the seconds of all, and the owner of each: the largest first, to the least loaded (Graham, 1969)."""
+    devices, owners = [(0.0, i) for i in range(n)], [0] * len(works)
+    for k in sorted(range(len(works)), key=lambda k: -works[k].seconds):
+        load, owners[k] = heapq.heappop(devices)
+        heapq.heappush(devices, (load + works[k].seconds + works[k].sent / link.bandwidth, owners[k]))
+    return max(devices)[0] + 2 * link.latency * bool(works), owners
 
 
 def _costs(infer: Inference, placed: Propagation, moved: Counter[int]) -> tuple[dict[int, float], set[int]]:
@@ -135,19 +147,15 @@ def _costs(infer: Inference, placed: Propagation, moved: Counter[int]) -> tuple[
     always = set()
     for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
         inner = [_costs(infer, body, bytes_moved(body)) for body in strategy.bodies]
-        alone = strategy.bodies or strategy.make
-        cost_here = 0 if alone else seconds_of(placed.block, node, strategy, machine)
+        is_elsewhere = strategy.bodies or strategy.make  # in its bodies, or in its users
+        cost_here = 0 if is_elsewhere else seconds_of(placed.block, node, strategy, machine)
         reduced = sum(nbytes(placed.block.avals[o]) for o, p in zip(node.outs, strategy.out_placements, strict=True)
                       if isinstance(p, Partial) and node.name in CONTRACTION)  # fmt: skip
         travel = max(moved[id(node)], reduced)
         cost_here += travel / link.bandwidth + (link.latency if travel else 0)
         costs[id(node)] = cost_here + node.trip_count * sum(sum(c.values()) for c, _ in inner)
-        alone = (
-            not strategy.bodies
-            and node.name not in CONTRACTION
-            and is_whole_work(node, strategy, placed.placements, moved)
-        )
-        if alone or any(inner_always for _, inner_always in inner):
+        is_whole = is_whole_work(node, strategy, placed.placements, moved)
+        if (is_whole and not strategy.bodies and node.name not in CONTRACTION) or any(of_body for _, of_body in inner):
             always.add(id(node))
     return costs, always
 

@@ -1,7 +1,4 @@
-"""Find whole-matrix work on shards, such as Newton-Schulz iterations, in components, usually one per matrix.
-
-On slices of a matrix, such work gathers it repeatedly, or every device repeats it; `owners` decides how to run it.
-"""
+"""Find whole-matrix work on shards in components: sets of operations that one device can do alone for all."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -62,21 +59,23 @@ def bytes_sent(placed: Propagation, component: Component) -> int:
     return sum(nbytes(placed.block.avals[i]) for i in (*sliced, *component.outs))
 
 
+def most_inside(placed: Propagation) -> int:
+    """Return the most components that a loop or branch of a block has."""
+    return max((body.matrices for strategy in placed.strategies for body in strategy.bodies), default=0)
+
+
 def components(infer: Inference, placed: Propagation, moved: Counter[int]) -> list[Component]:
-    """Find components. Control flow is one operation, unless more are inside than around it."""
-    block = placed.block
-    whole = [
-        is_whole_work(node, strategy, placed.placements, moved)
-        for node, strategy in zip(block.nodes, placed.strategies, strict=True)
-    ]
-    if not any(whole):
+    """Find components. A loop or branch is one operation of them, or has components of its own, if these are more."""
+    pairs = zip(placed.block.nodes, placed.strategies, strict=True)
+    is_whole = [is_whole_work(node, strategy, placed.placements, moved) for node, strategy in pairs]
+    if not any(is_whole):
         return []
-    most = max((body.matrices for strategy in placed.strategies for body in strategy.bodies), default=0)
-    components = _Finder(infer, placed, moved, whole).find(most)
-    # A loop over several matrices is no single operation where as many components are found without it.
-    if most > max(1, len(components)):
-        components = _Finder(infer, placed, moved, whole).find(max(1, len(components)))
-    return components
+    inside = most_inside(placed)
+    found = _Finder(infer, placed, moved, is_whole).find(inside)
+    # With a loop over several matrices as one operation there are fewer: the loop divides its own, and is left out.
+    if inside > max(1, len(found)):
+        found = _Finder(infer, placed, moved, is_whole).find(max(1, len(found)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -98,46 +97,49 @@ class _OperationFacts:
 
 
 class _Finder:
-    """Joins the operations of a block to components, in program order.
+    """Joins the operations of a block to components: first in program order (`_visit`), then back (`_members`).
 
     A value has a stage and, if it depends on whole-matrix work of that stage, a component. An operation that no
     component may contain ends the stage of its operands, and what follows waits for it. Two matrices::
 
-        a1 = w1 @ w1.T      stage 0, component 0
-        a2 = w2 @ w2.T      stage 0, component 1
-        b1 = a1 @ w1        stage 0, component 0: it joins its operand's
-        n = |a1| + |a2|     stage 1, in none: the matrices meet in a number
-        c1 = b1 / n         stage 1, in none
-        d1 = c1 @ c1.T      stage 1, component 5: it starts one, numbered by its position
+        position  operation             forward                                  back: a member?
+        0         a1 = w1 @ w1.T        stage 0, component 0: it starts one      yes: whole-matrix work
+        1         a2 = w2 @ w2.T        stage 0, component 1                     yes
+        2         s1 = 2 * a1           stage 0, component 0: its operand's      yes: 3 needs it
+        3         b1 = s1 @ w1          stage 0, component 0                     yes
+        4         u1 = w1 - b1          stage 0, component 0                     no: it can be done on slices
+        5         n = |a1| + |a2|       stage 1, in none: they meet in a number
+        6         c1 = b1 / n           stage 1, in none
+        7         d1 = c1 @ c1.T        stage 1, component 7: it starts one      yes
     """
 
-    def __init__(self, infer: Inference, placed: Propagation, moved: Counter[int], whole: Sequence[bool]):
+    def __init__(self, infer: Inference, placed: Propagation, moved: Counter[int], is_whole: Sequence[bool]):
         self._infer, self._placed, self._block, self._moved = infer, placed, placed.block, moved
-        self._is_whole = whole  # for each operation, whether it is whole-matrix work
+        self._is_whole = is_whole  # for each operation, whether it is whole-matrix work
         self._outputs = frozenset(placed.block.outputs)
         self._joined = Classes[int]()  # components that are one
         self._values = [_ValueFacts()] * len(self._block.avals)
         self._operations: list[_OperationFacts] = []
         self._position = {o: k for k, node in enumerate(self._block.nodes) for o in node.outs}
 
-    def find(self, most: int) -> list[Component]:
-        """Return the components; control flow with more than `most` of them inside is in none."""
+    def find(self, inside: int) -> list[Component]:
+        """Return the components; a loop or branch with more than `inside` of its own is in none."""
         placements = self._placed.placements
         for i in self._block.inputs:
             summand = isinstance(placements[i], Partial)
             self._values[i] = _ValueFacts(of_batch=_is_of_batch(placements[i]) or summand)
         for node, strategy, whole in zip(self._block.nodes, self._placed.strategies, self._is_whole, strict=True):
-            self._operations.append(self._visit(node, strategy, whole, most))
+            self._operations.append(self._visit(node, strategy, whole, inside))
         return [self._component(members, stage) for stage, members in self._members()]
 
-    def _visit(self, node: Node, strategy: Strategy, is_whole: bool, most: int) -> _OperationFacts:
+    def _visit(self, node: Node, strategy: Strategy, is_whole: bool, inside: int) -> _OperationFacts:
         """Put an operation into the component that it extends, or let it end the stage of its operands."""
         operands = [self._values[i] for i in node.ins]
         of_batch = any(operand.of_batch for operand in operands)
         stage = max((operand.stage for operand in operands), default=0)
         touched = {self._joined.of(x.component) for x in operands if x.component is not None and x.stage == stage}
         keys = any(jnp.issubdtype(self._block.avals[i].dtype, jax.dtypes.extended) for i in (*node.ins, *node.outs))
-        movable = not of_batch and not keys and _is_pure(node, strategy, most)
+        movable = not of_batch and not keys and _is_pure(node, strategy, inside)
         # Matrices meet in few numbers, such as a norm of all: only whole-matrix work joins components.
         movable = movable and (is_whole or len(touched) < 2)
         component = None
@@ -163,22 +165,21 @@ class _Finder:
                 continue
             key = operation.stage, self._joined.of(operation.component)
             needed = any(key in takers.get(o, ()) for o in node.outs)
-            if self._is_whole[k] or needed or self._takes_all(node):
+            if self._is_whole[k] or needed or self._moved[id(node)] > 0 or self._takes_whole(node):
                 members.setdefault(key, set()).add(k)
                 for i in node.ins:
                     takers.setdefault(i, set()).add(key)
         return [(stage, members[stage, component]) for stage, component in sorted(members)]
 
-    def _takes_all(self, node: Node) -> bool:
-        """Check whether an operation would gather returned slices, as picks from a sorted array do."""
-        placements, avals = self._placed.placements, self._block.avals
-        of_matrix = any(
-            self._values[i].component is not None and isinstance(placements[i], Replicated)
-            for i in node.ins
-            if self._infer.choose(avals[i].shape) is not None
-        )
-        gathers = node.name in CONTRACTION or all(isinstance(placements[o], Replicated) for o in node.outs)
-        return self._moved[id(node)] > 0 or (of_matrix and gathers)
+    def _takes_whole(self, node: Node) -> bool:
+        """Check whether an operation takes whole what owners return in slices, as picks from a sorted array do."""
+        placements = self._placed.placements
+        if node.name not in CONTRACTION and not all(isinstance(placements[o], Replicated) for o in node.outs):
+            return False
+        made_whole = [
+            i for i in node.ins if self._values[i].component is not None and isinstance(placements[i], Replicated)
+        ]
+        return any(self._infer.choose(self._block.avals[i].shape) is not None for i in made_whole)
 
     def _component(self, members: set[int], stage: int) -> Component:
         members = self._with_makers(members)
@@ -216,11 +217,12 @@ def _is_of_batch(p: Placement) -> bool:
     return isinstance(p, Split) and not p.of_state
 
 
-def _is_pure(node: Node, strategy: Strategy, most: int) -> bool:
+def _is_pure(node: Node, strategy: Strategy, inside: int) -> bool:
+    """Check whether an operation depends on its operands only, and has few enough components of its own."""
     if has_effect(node.eqn) or node.name in FOR_ITSELF:
         return False
     return all(
-        body.matrices <= most
-        and all(_is_pure(n, s, most) for n, s in zip(body.block.nodes, body.strategies, strict=True))
+        body.matrices <= inside
+        and all(_is_pure(n, s, inside) for n, s in zip(body.block.nodes, body.strategies, strict=True))
         for body in strategy.bodies
     )

@@ -1,10 +1,19 @@
-"""Run owners: send operands to them, compute, and send results back."""
+"""Run owners: operands go to them and results come back, each way in one all-to-all for each dtype on the wire.
+
+Four devices, of which d0 owns matrix A and d2 owns B; ``A1`` is the slice of A that d1 has::
+
+    device   sends to d0, d1, d2, d3      has after the all-to-all    returns in the same way
+    d0       A0   -   B0   -              A0 A1 A2 A3                 a slice of the result of A to each
+    d1       A1   -   B1   -              nothing                     zeros
+    d2       A2   -   B2   -              B0 B1 B2 B3                 a slice of the result of B to each
+    d3       A3   -   B3   -              nothing                     zeros
+"""
 
 import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +26,7 @@ from jaxdist.placements.model.block import Node
 from jaxdist.placements.model.strategy import DeviceContext, Sends, Strategy
 from jaxdist.placements.model.values import REPLICATED, Form, Placement, Split, form, local_shape
 from jaxdist.placements.rules.context import RuleContext, special
-from jaxdist.placements.search.owners import Owned, Work, owners_p
+from jaxdist.placements.search.owners.assignment import Owned, Work, owners_p
 
 
 @special(owners_p.name)
@@ -46,7 +55,7 @@ def _owners(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     out_placements: list[Placement] = [sliced(o) for o in node.outs]
     by_owner: dict[int, list[Work]] = {}
     for work in node.works:
-        by_owner.setdefault(work.owner or 0, []).append(work)
+        by_owner.setdefault(cast(int, work.owner), []).append(work)
     busiest = max(by_owner.values(), key=lambda works: sum(work.seconds for work in works))
     arriving = {i: target for i, target in zip(node.ins, in_forms, strict=True) if isinstance(target, Split)}
     leaving = dict(zip(node.outs, out_placements, strict=True))
@@ -57,6 +66,7 @@ def _owners(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     back = _Parcels(
         returned, {o: (local_shape(avals[o].shape, target), avals[o].dtype) for o, target in leaving.items()}
     )
+    # Each device sends a row to each, also to those that own nothing.
     sends = [Sends("all-to-all", size * ctx.n**2, of_state=True) for size in (*there.row_bytes(), *back.row_bytes())]
     owners = _Run(by_owner, arriving, leaving, there, back, ctx.n)
     return Strategy(in_forms, out_placements, owners, bodies=[work.placed for work in busiest], sends=sends)
@@ -77,6 +87,7 @@ class _Run:
         held, there, back = dict(zip(node.ins, xs, strict=True)), self.there, self.back
 
         def run_works(owner: int, arrived: Parcels) -> Parcels:
+            """What an owner does between the two exchanges; -1 owns nothing."""
             values = dict(held)
             for i, parts in there.opened(owner, arrived):
                 values[i] = joined(parts, self.arriving[i].dim, self.arriving[i].size)
@@ -91,6 +102,7 @@ class _Run:
 
         owners = sorted(self.works)
         others = [-1] if len(owners) < self.parts else []  # they own nothing, and return zeros
+        # All devices run one program: each takes the branch of the owner that it is.
         branches = [functools.partial(run_works, k) for k in (*owners, *others)]
         turn = [owners.index(k) if k in self.works else len(owners) for k in range(self.parts)]
         parcels = [there.closed(k, {i: held[i][None] for i in self.arriving}, 1) for k in range(self.parts)]
