@@ -34,7 +34,7 @@ class _Told(NamedTuple):
     resources: devices.Resources
     facts: dict[str, str]  # of what makes its programs
     communicator: str
-    problem: str  # why it is not "mpi"
+    problem: Exception | None  # why it is not "mpi"
     over_gloo: bool  # and nothing has begun that would not know of it
     processor: bytes
     threads: int  # of XLA that its environment asks for; 0: it does not
@@ -125,8 +125,8 @@ def _agreed(connector: Connector, control: Control, told: list[_Told], wanted: s
     devices.check_lanes(control, mine.lanes, mine.resources.platform, wanted)
     errors = [(r, each.problem) for r, each in enumerate(told) if each.problem]
     if errors and wanted != "auto":
-        kind = ImportError if "Install" in errors[0][1] else ValueError
-        raise kind(f"communicator 'mpi' on rank {errors[0][0]}: {errors[0][1]}")
+        rank, problem = errors[0]
+        raise type(problem)(f"communicator 'mpi' on rank {rank}: {problem}")
     if errors and control.rank == 0 and connector.name == "mpi":  # right, but slower than what the launcher suggests
         _log.warning("arrays move over gloo, not over MPI: %s. (JAXDIST_COMMUNICATOR=xla silences this)", errors[0][1])
     if {each.communicator for each in told} == {"mpi"}:
