@@ -82,11 +82,9 @@ def cores() -> int:
 
 
 def _shared_network(hosts: Sequence[Host]) -> str | None:
-    """The smallest IPv4 network of this machine with all other hosts, such as "10.0.0.0/24"; None if there is none.
-
-    Open MPI uses every card that is up, and waits for ever for an answer from one that only looks the same on both
-    sides: Docker's bridge is 172.17.0.1 on every host.
-    """
+    """The smallest IPv4 network of this machine with all other hosts, such as "10.0.0.0/24"; None if there is none."""
+    # Open MPI uses every card that is up, and waits for ever for an answer from one that only looks the same on both
+    # sides: Docker's bridge is 172.17.0.1 on every host.
     if any(name.startswith("OMPI_MCA_btl_tcp_if_") for name in os.environ):  # the user has chosen
         return None
     try:
@@ -130,6 +128,7 @@ def find_mpirun() -> Mpirun | None:
     if done is None:
         return None
     text = done.stdout + done.stderr
-    family = family_of(text)
     number = re.search(r"Version:\s*(\S+)", text)  # hydra's first line is a title
-    return Mpirun(Path(path), family, f"MPICH (hydra) {number[1]}" if number else text.strip().partition("\n")[0])
+    return Mpirun(
+        Path(path), family_of(text), f"MPICH (hydra) {number[1]}" if number else text.strip().partition("\n")[0]
+    )
