@@ -92,6 +92,20 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
+class ShardDims:
+    """The dimension along which an array of a shape is sharded into so many parts, or None: of leaves and gradients."""
+
+    def __init__(self, parts: int):
+        self._parts = parts
+        self.chosen = dict[tuple[int, ...], int | None]()  # by shape; those of leaves take their marks into account
+
+    def __call__(self, shape: tuple[int, ...]) -> int | None:
+        if shape not in self.chosen:
+            cut = choose(shape, self._parts)
+            self.chosen[shape] = cut.dim if cut else None
+        return self.chosen[shape]
+
+
 @without_collections()
 def traced(
     step: StepJaxpr,
@@ -113,14 +127,6 @@ def traced(
       model_dims: the leaves of the state that come cut by the model axis, and the dimension.
     """
     closed, tree = step.jaxpr, step.tree
-    shard_dims: dict[tuple[int, ...], int | None] = {}  # by the shape of a leaf, or of a gradient as large
-
-    def shard_dim(shape: tuple[int, ...]) -> int | None:
-        if shape not in shard_dims:
-            cut = choose(shape, parts)
-            shard_dims[shape] = cut.dim if cut else None
-        return shard_dims[shape]
-
     # How many devices share a leaf of the state, and how many groups of so many there are (`zero(within=)`).
     if shared is None:
         shared = group(closed, DeviceMap.of(mesh, machine.hosts).hosts_of_parts)
@@ -129,8 +135,8 @@ def traced(
     run_mesh = in_groups(mesh, groups)
     machine, (*outer_axes, axis) = machine.over(run_mesh), passes(run_mesh)
     # Only the data axis cuts state into shards; it is the last one that a step is placed over.
-    dim_of = shard_dim if axis.name == AXIS else lambda shape: None
-    infer = Infer(axis, dim_of, level, machine, way(closed), outer_axes)
+    shard_dims = ShardDims(parts) if axis.name == AXIS else ShardDims(1)
+    infer = Infer(axis, shard_dims, level, machine, way(closed), outer_axes)
     block = infer.block(closed)
     block.outermost = True
     # What the step returns of its state is kept like the argument that it is the next value of.
@@ -143,7 +149,7 @@ def traced(
     zero_marks = marks(infer, block, level)
     cuts = zero_marks.cuts(shapes, parts)
     # What is chosen for a leaf holds for its gradient and updates too, which have its shape.
-    shard_dims.update({shape: cut.dim for shape, cut in zip(shapes, cuts, strict=True) if cut})
+    shard_dims.chosen.update({shape: cut.dim for shape, cut in zip(shapes, cuts, strict=True) if cut})
     all_layouts = [layout.with_cut(cut) for layout, cut in zip(by_model, cuts, strict=True)]
     state_layouts = [layout if layout.cuts else None for layout in all_layouts]
     if zero_marks.offloaded and machine.has_own_memory:

@@ -6,7 +6,16 @@ operation; `search`, which chooses among them; `emit`, which writes the program.
 """
 
 from jaxdist.placements.model.factors import register
-from jaxdist.placements.rules import along, control_flow, lookups, loops, products, shapes  # noqa: F401  (their rules)
+from jaxdist.placements.rules import (  # noqa: F401  (their rules)
+    along,
+    branches,
+    effects,
+    lookups,
+    loops,
+    own_code,
+    products,
+    shapes,
+)
 from jaxdist.placements.search.owners import run  # noqa: F401  (its rule)
 
 __all__ = ["register"]

@@ -117,4 +117,4 @@ class CachedCall:
         if program.donated and len(set(map(id, state))) < len(state):  # rare, and cheap to see
             state = without_aliases(state)
         parts = [leaves[self.data_positions[i]] for i in self.totals]
-        return state, placer.place_batch(parts, program.placed.batch, list(self.totals.values()))
+        return state, placer.batch.place(parts, program.placed.batch, list(self.totals.values()))

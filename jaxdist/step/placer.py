@@ -1,4 +1,4 @@
-"""Put state and batches onto the mesh: each process's part becomes part of one global array."""
+"""Where the leaves of a call are, and the state onto the mesh: rank 0's value of each leaf, whole or in shards."""
 
 import enum
 import functools
@@ -14,7 +14,7 @@ from jaxdist import compat
 from jaxdist.agreement.calls import Rows
 from jaxdist.agreement.description import grouped, listed
 from jaxdist.compilation.signature import NUMBERS, Leaf, Signature, is_keys
-from jaxdist.device_map import Device, Share
+from jaxdist.device_map import Device
 from jaxdist.mesh import AXIS, GROUP, NAMES, data_size, from_host, in_a_row
 from jaxdist.placements.model.layouts import (
     HOST,
@@ -23,14 +23,13 @@ from jaxdist.placements.model.layouts import (
     Padded,
     copied,
     layout,
-    of_batch,
     on_host,
     physical,
     sharding,
 )
-from jaxdist.placements.model.values import is_narrow
 from jaxdist.runtime.context import Context, map_of
 from jaxdist.step import batch
+from jaxdist.step.batch_placer import BatchPlacer
 from jaxdist.step.leaves import abstract, sharding_over_any, spans
 
 
@@ -53,6 +52,7 @@ class Placer:
         self.state_sharding = sharding(mesh, None)
         self.device_map = map_of(self.input_mesh)
         self.process_count, self.share = self.device_map.process_count, self.device_map.share(context.rank)
+        self.batch = BatchPlacer(mesh, self.input_mesh, self.share, self.process_count)
         self._number = jax.jit(lambda x: x, out_shardings=self.state_sharding)
 
     def layout(self, x: Leaf) -> CurrentLayout:
@@ -161,47 +161,7 @@ class Placer:
             return jax.device_put(x if alias else jnp.copy(x), self.state_sharding)
         return from_host(np.shape(x), self.state_sharding, lambda index: np.array(x[index]))
 
-    # --- the batch
-
-    def place_batch(self, leaves: Sequence[Leaf], layouts: Sequence[Layout], totals: Sequence[int]) -> list[Leaf]:
-        """The parts of the batch, with so many rows in all, as global arrays in the order of the data axis, padded."""
-        if self.mesh.size == 1:
-            local = set(self.mesh.local_devices)
-            is_ready = lambda x: type(x) is np.ndarray or (isinstance(x, jax.Array) and x.devices() == local)
-            if all(map(is_ready, leaves)):  # jit itself is faster
-                return list(leaves)
-        shardings = [sharding(self.mesh, target) for target in layouts]
-        if self.process_count == 1:
-            whole = [_filled(x, target) for x, target in zip(leaves, layouts, strict=True)]
-            # A single sharding is quicker than a list of them.
-            return jax.device_put(whole, shardings[0] if len(set(shardings)) == 1 else shardings)
-        return [self._shard(*each_leaf) for each_leaf in zip(leaves, layouts, shardings, totals, strict=True)]
-
-    def _shard(self, x: Leaf, target: Layout, target_sharding: NamedSharding, total: int) -> jax.Array:
-        """Join the parts that the processes pass of a leaf, and bring it to the step's mesh."""
-        x = x.array if type(x) is batch.Part else x
-        array = physical(x)
-        if spans(array):
-            is_there = array.sharding == target_sharding and array.shape == target.physical(x.shape)
-            return array if is_there else _mover(target_sharding, target, x.shape)(array)
-        if is_keys(x):
-            data = self._shard(jax.random.key_data(x), target, target_sharding, total)
-            return jax.random.wrap_key_data(data, impl=str(jax.random.key_impl(x)))
-        # Nothing is sent: each process pads what it passes to whole parts, and puts slices of it on its own devices.
-        rows_per_part = -(-total // self.share.part_count)
-        rows = rows_per_part * self.share.part_count  # with the padding of the last parts
-        joined_sharding = target_sharding
-        # With mesh="auto" the batch is passed as for a mesh of all devices along data, and moved in a program of all.
-        if moves := self.input_mesh != self.mesh:
-            joined_sharding = sharding(self.input_mesh, of_batch((rows,), self.input_mesh))
-        x = _lengthened(x, [cut for cut in target.cuts if cut.axis != AXIS and not moves])
-        x = _extended(x, [rows_per_part * len(self.share.parts) - x.shape[0], *[0] * (x.ndim - 1)])
-        shape = (rows, *x.shape[1:])
-        slices = _local_slices(joined_sharding, shape, self.share)
-        pieces = [(device, x if entries is None else x[entries]) for device, entries in slices.items()]
-        shards = [jax.device_put(piece, device) for device, piece in pieces]
-        array = jax.make_array_from_single_device_arrays(shape, joined_sharding, shards)
-        return _mover(target_sharding, target, (total, *shape[1:]))(array) if moves else array
+    # --- parts of the batch
 
     def logical_batch(self, x: Leaf) -> jax.ShapeDtypeStruct:
         """The type of a leaf of the batch as the step sees it: with the examples of all processes."""
@@ -261,62 +221,9 @@ def _weakly(target: Sharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda x: compat.with_weak_type(x, True), out_shardings=target)
 
 
-@functools.lru_cache(1024)
-def _mover(target_sharding: NamedSharding, target: Layout, shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
-    """Return a function that brings a leaf of a batch from a different mesh."""
-
-    def moved(x: jax.Array) -> jax.Array:
-        return _lengthened(x[tuple(map(slice, shape))], target.cuts)
-
-    return jax.jit(moved, out_shardings=target_sharding)
-
-
-@functools.lru_cache(1024)
-def _local_slices(
-    joined_sharding: NamedSharding, shape: tuple[int, ...], share: Share
-) -> dict[Device, tuple[slice, ...] | None]:
-    """Return what each device of this process holds of the rows that this process passes; None: all, without a copy.
-
-    JAX tells the slice of the whole batch. With two rows in each of four parts, of which this process passes 2 and 3,
-    the row 6 of the batch is its own row 2.
-    """
-    slices, here = dict[Device, tuple[slice, ...] | None](), share.rows(shape[0])
-    everything = [(0, n) for n in (here.stop - here.start, *shape[1:])]
-    for device, index in joined_sharding.addressable_devices_indices_map(shape).items():
-        (first, end), *others = (s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
-        bounds = [(first - here.start, end - here.start), *others]
-        slices[device] = None if bounds == everything else tuple(slice(*ends) for ends in bounds)
-    return slices
-
-
 def _named(devices: Iterable[Device]) -> str:
     ids = sorted(d.id for d in devices)
     return f"{len(ids)} devices, {ids[0]} to {ids[-1]}"
-
-
-def _filled(x: Leaf, target: Layout) -> jax.Array | np.ndarray:
-    """Pad a batch with copies of its last entries, up to a size that the devices divide."""
-    if type(x) is Padded:  # padded already, for this mesh or a different one
-        if x.layout is target:
-            return x.array
-        x = np.asarray(x)
-    if type(x) is np.ndarray:  # JAX's own cast, without jax_enable_x64, is a race between devices (jax 0.10)
-        x = x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
-    return _lengthened(x, target.cuts)
-
-
-def _lengthened(x: Leaf, cuts: Sequence[Cut]) -> Leaf:
-    """An array with copies of its last entries, for the padding of each cut."""
-    return _extended(x, [sum(cut.pad for cut in cuts if cut.dim == d) for d in range(x.ndim)])
-
-
-def _extended(x: Leaf, pads: Sequence[int]) -> Leaf:
-    """An array with so many more entries along each dimension: copies of the last ones, or zeros if there are none."""
-    if not any(pads):
-        return x
-    # An array of JAX stays where it is, unless XLA can't join its entries.
-    numpy_like = jnp if isinstance(x, jax.Array) and not is_narrow(x.dtype) else np
-    return numpy_like.pad(x, [(0, n) for n in pads], "edge" if all(x.shape) else "constant")
 
 
 def _cuts(current: NamedSharding) -> list[Cut] | None:

@@ -22,6 +22,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 
 import jaxdist
+from jaxdist.placements.rules.context import RuleContext  # private: nothing else shows what it remembers
 
 KINDS = {
     "psum": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce", "jaxdist_all_reduce": "all-reduce",
@@ -213,6 +214,23 @@ def test_a_mix_of_shards_and_of_the_batch_is_of_the_batch() -> None:
     said = jaxdist.explain(decorated(step), jaxdist.shard(jnp.ones((64, 8))), X)
     sent = [row.what for row in said.rows if row.operation == "sort" and row.what != "repeated"]
     assert sent == ["all-gather of activations"]
+
+
+@pytest.mark.parametrize("name", ["transformer_scanned", "built_weights"])
+def test_a_strategy_depends_on_no_more_than_it_is_looked_up_by(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Propagations of one block share them: one that looks at more would be of another propagation."""
+    look_up = RuleContext.strategies
+    facts = lambda s: (list(s.in_forms), list(s.out_placements), list(s.out_forms), list(s.sends), s.name, s.why)
+
+    def and_anew(ctx: RuleContext, node: Any) -> Any:
+        default, others = look_up(ctx, node)
+        anew, others_anew = ctx._strategies(node, [ctx.placements[i] for i in node.ins])
+        assert [facts(s) for s in (default, *others)] == [facts(s) for s in (anew, *others_anew)], node.name
+        return default, others
+
+    monkeypatch.setattr(RuleContext, "strategies", and_anew)
+    case = oracle.idiom(name, 24, 3)
+    jaxdist.explain(decorated(case.step, 4), *case.state, jax.tree.map(lambda x: x[:24], case.batch(0)))
 
 
 def multiply(x_ref: Any, w_ref: Any, out_ref: Any) -> None:

@@ -24,6 +24,7 @@ from jaxdist.mesh import Axis
 from jaxdist.placements.model.values import aval_of
 
 FUSED = {all_reduce_p, reduce_shard_p, gather_shards_p}
+_RESULTS = 4  # gathered results stay in memory in any case: as many times the bytes are sent together
 _MANY = 8  # number of pieces in a bucket from which `_pieces_of_one_kernel` pays off
 # ``unpack(x, sizes)``: pieces of x along its last dimension
 _Unpack = Callable[[jax.Array, Sequence[int]], list[jax.Array]]
@@ -44,15 +45,15 @@ class Fuse:
         done, out = {*jaxpr.constvars, *jaxpr.invars}, list[JaxprEqn]()
         constants: dict[Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         for eqns, use in _scheduled(live(jaxpr), self.bucket_bytes, self.ahead):
-            cause = None
+            after = None  # the value before which they must not start
             if use is not None:
-                cause = pace.cause(eqns, use, producers)
+                after = pace.start_after(eqns, use, producers)
             elif _gathers(eqns[0]):
-                cause, result = None if self.barriers else result, eqns[0].outvars[0]
-            if len(eqns) == 1 and cause not in done:
+                after, result = None if self.barriers else result, eqns[0].outvars[0]
+            if len(eqns) == 1 and after not in done:
                 out.append(self._within(eqns[0]))
             else:
-                out += self._together(eqns, cause if cause in done else None, constants)
+                out += self._together(eqns, after if after in done else None, constants)
             done.update(v for eqn in eqns for v in eqn.outvars)
         fused = jaxpr.replace(eqns=out, constvars=list(constants))
         return ClosedJaxpr(fused, list(constants.values()))
@@ -63,27 +64,27 @@ class Fuse:
             return eqn
         return eqn.replace(params=with_bodies(eqn, functools.partial(self, nested=True)))
 
-    def _together(self, eqns: Sequence[JaxprEqn], cause: Var | None, constants: dict[Var, Any]) -> list[JaxprEqn]:
-        """Trace the equations that replace a bucket; it starts once `cause` is known."""
+    def _together(self, eqns: Sequence[JaxprEqn], after: Var | None, constants: dict[Var, Any]) -> list[JaxprEqn]:
+        """Trace the equations that replace a bucket; it starts once `after` is known."""
 
         def run(*operands: jax.Array) -> Sequence[jax.Array]:
-            parts = operands if cause is None else self._delayed(operands[:-1], operands[-1])
+            parts = operands if after is None else self._delayed(operands[:-1], operands[-1])
             if len(eqns) == 1:
                 return [eqns[0].primitive.bind(*parts, **eqns[0].params)]
             with jax.named_scope(f"bucket_of_{len(eqns)}"):  # for the log of `step.wire`, and for traces
                 return _sent_together(parts, eqns, _pieces if self.barriers else _pieces_of_one_kernel)
 
-        operands = [eqn.invars[0] for eqn in eqns] + ([] if cause is None else [cause])
+        operands = [eqn.invars[0] for eqn in eqns] + ([] if after is None else [after])
         emitted, _, held = inlined(run, operands, self.axes, [eqn.outvars[0] for eqn in eqns])
         constants.update(held)
         return emitted
 
-    def _delayed(self, operands: Sequence[jax.Array], cause: jax.Array) -> Sequence[jax.Array]:
-        """Return the operands of a gather, delayed until `cause` is known."""
+    def _delayed(self, operands: Sequence[jax.Array], after: jax.Array) -> Sequence[jax.Array]:
+        """Return the operands of a gather, delayed until `after` is known."""
         if self.barriers:
-            return lax.optimization_barrier((*operands, cause))[:-1]
-        ready = _always(cause)  # becomes part of the computation of the operand
-        return [jnp.where(ready, x, jnp.zeros_like(x)) for x in operands]
+            return lax.optimization_barrier((*operands, after))[:-1]
+        ready = _always(after)  # becomes part of the computation of the operand
+        return [lax.select(lax.broadcast(ready, x.shape), x, lax.full_like(x, 0)) for x in operands]
 
 
 def _scheduled(eqns: Sequence[JaxprEqn], most: int, ahead: int) -> Iterator[tuple[list[JaxprEqn], JaxprEqn | None]]:
@@ -101,6 +102,15 @@ def _scheduled(eqns: Sequence[JaxprEqn], most: int, ahead: int) -> Iterator[tupl
         c = ...                     A B             [c]
         C = all_reduce c            C               [A, B]: C has no room there
         u = A + B + C               C               [C]: nothing else can run; then [u]
+
+    Gathers wait, too, until nothing else can run: then those that are needed next are sent, as many as may be ahead of
+    their use (`_Pace` says when they start). Three weights, of which two may be ahead::
+
+        program                     waiting         yielded
+        A, B, C = all_gather ...    A B C           [A, B]: nothing else can run; their first user is x
+        x = f(A)                    C               [x]
+        y = g(B, x)                 C               [y]
+        z = h(C, y)                                 [C], then [z]
     """
     needs = _needs(eqns)
     users: list[list[int]] = [[] for _ in eqns]
@@ -138,7 +148,8 @@ class _Buckets:
         """Return the bytes of a bucket: of gathered values no more than may be on a device before their use."""
         if not _gathers(self._eqns[i]):
             return self._most
-        return min(self._most, self._ahead if self.first_use[i] < len(self._eqns) else 4 * self._ahead)
+        is_result = self.first_use[i] == len(self._eqns)
+        return min(self._most, _RESULTS * self._ahead if is_result else self._ahead)
 
     def add(self, i: int) -> None:
         """Put a collective into the bucket of its kind."""
@@ -208,22 +219,28 @@ def _first_cotangent(jaxpr: Jaxpr) -> Var | None:
 
 
 class _Pace:
-    """Decide when to gather shards that the step uses: at most `ahead` bytes before their use."""
+    """Decide when to gather shards that the step uses: at most `ahead` bytes before their use.
 
-    # A gather of shards depends on no computation: XLA would run all first, one for the forward and the backward pass.
+    A gather of shards depends on no computation: XLA would run all first, one for the forward and the backward pass. So
+    a gather starts after the operand of an earlier gather's user, once what is gathered since fits into `ahead` bytes::
+
+        x1 = f(all_gather w1, x0)
+        x2 = g(all_gather w2, x1)
+        x3 = h(all_gather w3, x2)    starts after x1, if w2 and w3 may be there together; after x2, if w3 alone may
+    """
 
     def __init__(self, ahead: int, first: Var | None):
-        self.ahead, self.first = ahead, first
+        self._ahead, self._first = ahead, first  # the first gathers start after `first`, if there is one
         self._gathered: list[tuple[int, Var | None]] = []  # bytes, and what its user also takes
 
-    def cause(self, bucket: Sequence[JaxprEqn], use: JaxprEqn, producers: Mapping[Var, JaxprEqn]) -> Var | None:
+    def start_after(self, bucket: Sequence[JaxprEqn], use: JaxprEqn, producers: Mapping[Var, JaxprEqn]) -> Var | None:
         """Return the variable that must be computed before `bucket` is gathered, if any."""
-        # Gathers run in the order of their use: those after the cause's user are on the device together.
+        # Gathers run in the order of their use: those after that variable's user are on the device together.
         bucket_size = size = sum(map(_bytes, bucket))
-        cause = self.first
+        after = self._first
         for earlier, operand in reversed(self._gathered):
-            if size >= self.ahead and operand is not None:
-                cause = operand
+            if size >= self._ahead and operand is not None:
+                after = operand
                 break
             size += earlier
         computed = [
@@ -233,7 +250,7 @@ class _Pace:
             and jnp.issubdtype(aval_of(v).dtype, jnp.floating) and aval_of(v).size
         ]  # fmt: skip
         self._gathered.append((bucket_size, _before_reshapes(computed[0], producers) if computed else None))
-        return cause
+        return after
 
 
 def _before_reshapes(v: Var, producers: Mapping[Var, JaxprEqn]) -> Var:
@@ -251,10 +268,13 @@ def _always(x: jax.Array) -> jax.Array:
     """Return a boolean that is always true once `x` is known; XLA cannot simplify it."""
     # By slicing: ``x.reshape(-1)`` may copy, if dimensions are permuted.
     first = lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim)).real
-    if not jnp.issubdtype(first.dtype, jnp.floating):
-        return first.astype(jnp.uint8) | 1 != 0
-    wide = first if first.dtype.itemsize >= 4 else first.astype(jnp.float32)
-    return lax.bitcast_convert_type(wide, jnp.dtype(f"uint{8 * wide.dtype.itemsize}")) | 1 != 0
+    if jnp.issubdtype(first.dtype, jnp.floating):
+        wide = first if first.dtype.itemsize >= 4 else first.astype(jnp.float32)
+        bits = lax.bitcast_convert_type(wide, jnp.dtype(f"uint{8 * wide.dtype.itemsize}"))
+    else:
+        bits = first.astype(jnp.uint8)
+    one, zero = (lax.full_like(bits, n) for n in (1, 0))
+    return lax.ne(lax.bitwise_or(bits, one), zero)
 
 
 def _sent_together(parts: Sequence[jax.Array], eqns: Sequence[JaxprEqn], unpack: _Unpack) -> list[jax.Array]:

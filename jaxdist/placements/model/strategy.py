@@ -185,7 +185,10 @@ class Propagation:
             types = [type_text(avals[i].dtype, avals[i].shape) for i in node.outs]
             results = [f"{i}: {t} {in_short(self.placements[i])}" for i, t in zip(node.outs, types, strict=True)]
             forms = zip(node.ins, strategy.in_forms, strict=True)
-            operands = [str(i) if form is None else f"{i} {in_short(form)}" for i, form in forms]
+            operands = [
+                str(number) if (number := self.block.numbers.get(i)) is not None else
+                str(i) if form is None else f"{i} {in_short(form)}" for i, form in forms
+            ]  # fmt: skip
             why = [strategy.name, strategy.why, *notes.get(id(node), ())]
             lines.append(f"{', '.join(results)} = {node.name} {', '.join(operands)}  # {'; '.join(filter(None, why))}")
         return "\n".join(line.removesuffix("  # ") for line in lines)

@@ -78,7 +78,11 @@ class RuleContext:
     # --- one operation
 
     def strategies(self, node: Node) -> Strategies:
-        """Return the strategies of an operation, given the placements of its operands: a function of the key."""
+        """Return the strategies of an operation, given the placements of its operands: a function of the key.
+
+        So a rule may look at the operation and the axis, at the types and uses of values, and at what the key has: the
+        placements of its operands, and whether its summands are to be added up in slices, or later.
+        """
         ins = [self.placements[i] for i in node.ins]
         key: tuple[object, ...] = tuple(ins)
         if Partial in map(type, ins):

@@ -37,15 +37,18 @@ class Infer:
         self.devices, self.split = axis.size, split
         # Activations follow from sliced parameters: their products are not work on whole matrices.
         self._may_own = axis.name != MODEL or split == "owners"
+        # State is sharded along the last axis only: the dimension of an array of a shape, or None.
         self.choose = choose if not inner_axes else lambda shape: None
-        self._choose, self._level, self.link = choose, level, machine.link(axis)
+        self._choose_on_last_axis, self._level, self.link = choose, level, machine.link(axis)
         self._blocks: dict[tuple[int, bool], tuple[Any, Block]] = {}
         self._placed: dict[Any, Propagation] = {}
         self._marked: dict[Block, dict[int, int]] = {}
 
     def over(self, mesh: Sequence[Axis], k: int) -> "Infer":
         """Return an `Infer` over axis `k` of a mesh; `jaxdist.zero` slices along the last axis."""
-        return Infer(mesh[k], self._choose, self._level, self.axis.machine, self.split, mesh[:k], mesh[k + 1 :])
+        return Infer(
+            mesh[k], self._choose_on_last_axis, self._level, self.axis.machine, self.split, mesh[:k], mesh[k + 1 :]
+        )
 
     def block(self, closed: ClosedJaxpr, backward: bool = False) -> Block:
         """Return the block of a jaxpr; each is flattened once."""
@@ -61,7 +64,14 @@ class Infer:
         wants: Sequence[Form | None] | None = None,
         may_stay_partial: frozenset[int] = frozenset(),
     ) -> Propagation:
-        """Settle the placements of a block."""
+        """Settle the placements of a block: at the least cost, with owners where they pay.
+
+        Args:
+          block: the operations.
+          ins: the placements of the inputs.
+          wants: the forms in which outputs are to be returned; None: as they come.
+          may_stay_partial: outputs that a surrounding loop adds up. A body that two loops share is placed for each.
+        """
         key: Any = block, tuple(ins), may_stay_partial
         if key not in self._placed:
             placed = best(self, block, ins, may_stay_partial)

@@ -161,6 +161,7 @@ def _price(
 
 
 def _near(on: frozenset[Class], group: frozenset[Class]) -> list[frozenset[Class]]:
+    """Return the layouts one step away: without the group; or with it, beside or instead of others of its leaves."""
     if group <= on:
         return [on - group]
     leaves = {k for tied in group for k, _ in tied}

@@ -35,7 +35,7 @@ def best(
     def value(on: On) -> float:
         if on not in known:
             if len(known) > most:
-                return float("inf")
+                return float("inf")  # so that `descend` ends at what is known
             choice = _together([groups[k] for k in sorted(on)])
             placed = propagate(infer, block, ins, may_stay_partial, choice) if on else default
             others = _messages(placed) - messages

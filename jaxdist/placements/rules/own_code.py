@@ -1,4 +1,4 @@
-"""Rules for branches, checkpoints, callbacks, and the user's own code for each device."""
+"""Rules for the user's own code for each device: `jaxdist.per_device`, ``shard_map``."""
 
 import functools
 import math
@@ -13,63 +13,13 @@ from jax.extend.core import ClosedJaxpr, Primitive, primitives
 
 from jaxdist import compat
 from jaxdist.ir.fingerprint import moves
-from jaxdist.ir.interpreter import CHECKPOINT, CONTROL_FLOW, INLINED, Interpreter, axes_of, bodies, groups_of, walk
+from jaxdist.ir.interpreter import CONTROL_FLOW, INLINED, Interpreter, axes_of, groups_of, walk
 from jaxdist.ir.wire import kind_of, runs, whole_bytes
 from jaxdist.mesh import AXIS, GROUP, Axis
 from jaxdist.placements.model.block import Node
-from jaxdist.placements.model.strategy import DeviceContext, MeshAxis, Propagation, Sends, Strategy, nbytes, sliced
-from jaxdist.placements.model.values import REPLICATED, Partial, Placement, Replicated, Split, form, is_narrow
-from jaxdist.placements.rules.context import RuleContext, inside, refuse, resolved, special, throughout
-from jaxdist.placements.rules.loops import bound, join
-from jaxdist.placements.rules.summands import is_zero
-
-
-@special("cond")
-def _cond(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
-    in_placements, out_placements, placed = _branches(ctx, node, ins[1:])
-    return Strategy([REPLICATED, *map(form, in_placements)], out_placements, bound(placed), bodies=placed)
-
-
-@special(CHECKPOINT)
-def _checkpoint(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
-    in_placements, out_placements, placed = _branches(ctx, node, ins)
-
-    def run(device: DeviceContext, node: Node, args: list[Any]) -> Sequence[Any]:
-        closed = device.body(placed[0])
-        jaxpr = compat.with_constants_as_inputs(closed.jaxpr)
-        return device.bind(node, [*closed.consts, *args], {**node.eqn.params, "jaxpr": jaxpr})
-
-    return Strategy([form(p) for p in in_placements], out_placements, run, bodies=placed)
-
-
-def _branches(
-    ctx: RuleContext, node: Node, ins: Sequence[Placement]
-) -> tuple[Sequence[Placement], list[Placement], Sequence[Propagation]]:
-    """Return the placements of inputs, the shared placements of outputs, and the branches."""
-    infer, may_stay_partial = ctx.infer, ctx.added_up(node)
-    in_placements: Sequence[Placement] = [p if isinstance(p, Partial) else throughout(p) for p in ins]
-    blocks = [infer.block(body.closed, node.backward) for body in bodies(node.eqn)]
-
-    def place(in_placements: Sequence[Placement], wants: Any = None) -> list[Propagation]:
-        return [infer.place(block, in_placements, wants, may_stay_partial) for block in blocks]
-
-    placed: Sequence[Propagation] = place(in_placements)
-    summed = {i for body in placed for i in body.reduced_inputs}
-    if summed:  # a summand that one branch adds up, though others may not need to
-        in_placements = [REPLICATED if i in summed else p for i, p in enumerate(in_placements)]
-        placed = place(in_placements)
-    in_placements, placed = sliced(in_placements, placed, place)
-    out_placements: list[Placement] = []
-    for outs in zip(*([body.returned(k) for k in range(len(body.out_placements))] for body in placed), strict=True):
-        joined, *others = [resolved(p) for p in outs if not is_zero(p)] or [REPLICATED]
-        for p in others:
-            joined = join(joined, p)
-        joined = inside(joined) if not isinstance(joined, Partial) else joined
-        out_placements.append(Replicated() if isinstance(joined, Replicated) else joined)
-    return in_placements, out_placements, place(in_placements, [form(p) for p in out_placements])
-
-
-# --- code of the user's own for each device
+from jaxdist.placements.model.strategy import DeviceContext, MeshAxis, Sends, Strategy
+from jaxdist.placements.model.values import REPLICATED, Placement, Split, form
+from jaxdist.placements.rules.context import RuleContext, refuse, special
 
 
 @special("shard_map")
@@ -213,58 +163,3 @@ def _literal(x: Any) -> Any:
 def _without_sharding(_: Interpreter, eqn: Any, *args: Any) -> Any:
     params = {k: None if k in ("sharding", "out_sharding") else v for k, v in eqn.params.items()}
     return compat.bind(eqn, params, args)[0]
-
-
-# --- effects
-
-
-@special("debug_callback", "debug_print")
-def _debug(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
-    """Run a debug callback once, on the root, with whole values."""
-    if any("Ordered" in type(effect).__name__ for effect in node.eqn.effects):
-        raise refuse(node, "ordered=True is not possible on several devices: JAX orders effects on one device only")
-    _check_types(ctx, node)
-
-    def run(device: DeviceContext, node: Node, args: list[Any]) -> Sequence[Any]:
-        lax.cond(device.index == 0, lambda xs: [device.bind(node, xs), ()][1], lambda xs: (), tuple(args))
-        return []
-
-    return Strategy([REPLICATED] * len(ins), [], run, why=f"{node.name} shows whole values")
-
-
-@special("pure_callback", "io_callback")
-def _callback(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
-    """Run a callback on the root and send its results to all."""
-    outs = [ctx.block.avals[o] for o in node.outs]
-    _check_types(ctx, node)
-
-    def run(device: DeviceContext, node: Node, args: list[Any]) -> Sequence[Any]:
-        def call(xs: Any) -> tuple[Any, ...]:
-            return tuple(device.bind(node, xs))
-
-        nothing = lambda xs: tuple(jnp.zeros(a.shape, a.dtype) for a in outs)
-        results = lax.cond(device.index == 0, call, nothing, tuple(args))
-        return [device.from_root(x) for x in results]
-
-    why = "a callback runs on the root"
-    return Strategy([REPLICATED] * len(ins), [REPLICATED] * len(outs), run, sends=_sent_from_root(outs), why=why)
-
-
-def _sent_from_root(avals: Sequence[Any]) -> list[Sends]:
-    """Return what `Emitter.from_root` sends: a sum of one device's bits and zeros."""
-    return [Sends("all-reduce", nbytes(aval)) for aval in avals if aval.size]
-
-
-def _check_types(ctx: RuleContext, node: Node) -> None:
-    # JAX unpacks what takes less than a byte on threads that wait for the other devices.
-    for i in (*node.ins, *node.outs):
-        if is_narrow(dtype := ctx.block.avals[i].dtype):
-            raise refuse(node, f"on several devices a callback can't take or return {dtype}: convert it to int8")
-
-
-@special("rng_uniform")
-def _rng_uniform(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
-    """Let the root draw; otherwise each device would draw different numbers."""
-    run = lambda device, node, xs: [device.from_root(x) for x in device.bind(node, xs)]
-    sends = _sent_from_root([ctx.block.avals[o] for o in node.outs])
-    return Strategy([REPLICATED] * len(ins), [REPLICATED] * len(node.outs), run, sends=sends)
