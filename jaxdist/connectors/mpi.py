@@ -36,11 +36,9 @@ def load() -> Any:
         env = os.environ
         hydra = "OMPI_COMM_WORLD_SIZE" not in env and launchers.by_mpi(env) is not None
         if hydra and not env.get("MPI4PY_LIBMPI") and not env.get("MPI4PY_MPIABI"):
-            try:
+            with contextlib.suppress(OSError):
                 ctypes.CDLL("libmpi.so.12")  # MPICH's ABI name, as of Intel MPI and MVAPICH
                 env["MPI4PY_LIBMPI"] = "libmpi.so.12"
-            except OSError:
-                pass
     try:
         with in_environment(_open_mpi_settings()):
             from mpi4py import MPI
