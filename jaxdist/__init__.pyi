@@ -29,7 +29,7 @@ from .manual import per_device
 from .observe.explain import explain
 from .observe.metrics import run_log
 from .observe.profile import profile
-from .planning.planned import plan
+from .planning.fitting import plan
 from .precision import loss_scale
 from .runtime.context import Context, get_context, init
 from .sharding import shard, unshard, zero

@@ -1,9 +1,18 @@
 """Packages that some features alone need: without one, an error that names the extra which brings it."""
 
+import importlib.metadata
 import importlib.util
 
 # The extra that brings each package.
 EXTRAS = {"grain": "data", "orbax.checkpoint": "checkpoint", "tensorstore": "checkpoint", "safetensors": "safetensors"}
+
+
+def version(package: str) -> str:
+    """The version of a package; "" if it is not installed, or a folder on PYTHONPATH."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def missing(package: str, feature: str) -> ImportError:

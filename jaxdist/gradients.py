@@ -11,6 +11,7 @@ from jax import lax
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_NOTHING = jax.dtypes.float0  # of the gradient of an integer
 
 
 def value_and_grad(
@@ -152,14 +153,15 @@ def _accumulate(part: Callable[[Sequence[Any]], Results], args: Sequence[Any], b
 
     def body(total: Any, rows: Any) -> Any:
         sums, outs = select(one(rows))
-        return jax.tree.map(lambda t, x: t if _is_nothing(x) else t + jnp.asarray(x).astype(t.dtype), total, sums), outs
+        add = lambda t, x: t if x.dtype == _NOTHING else t + jnp.asarray(x).astype(t.dtype)
+        return jax.tree.map(add, total, sums), outs
 
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, _wide(a.dtype)), select(small)[0])
     totals, outs = lax.scan(body, zeros, rows)
 
     def mean(total: Any, like: Any) -> Any:
-        if _is_nothing(like):
-            return np.zeros(like.shape, jax.dtypes.float0)
+        if like.dtype == _NOTHING:
+            return np.zeros(like.shape, _NOTHING)
         return (total / k if jnp.issubdtype(like.dtype, jnp.inexact) else total).astype(like.dtype)
 
     averages = [mean(total, like) for total, like in zip(totals, select(small)[0], strict=True)]
@@ -168,14 +170,9 @@ def _accumulate(part: Callable[[Sequence[Any]], Results], args: Sequence[Any], b
     return averages[:n], [next(stacked) if keep else next(merged_sums) for keep in kept]
 
 
-def _is_nothing(x: Any) -> bool:
-    """The gradient of an integer."""
-    return x.dtype == jax.dtypes.float0
-
-
 def _wide(dtype: Any) -> Any:
     """Sums of many 16-bit floats are kept in 32 bits."""
-    if dtype == jax.dtypes.float0:
+    if dtype == _NOTHING:
         return jnp.dtype(bool)
     return jnp.dtype("float32") if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
 

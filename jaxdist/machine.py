@@ -9,7 +9,7 @@ import functools
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,11 +200,11 @@ def kind_of(device: Any) -> Kind:
 _RATES, _TIMES = ("link", "network", "flops", "bandwidth"), ("latency", "network_latency", "stall")
 
 
-def named(text: str, given: str) -> Kind:
+def named(text: str, given: str, kinds: Mapping[str, Kind] = KINDS) -> Kind:
     """Parse a kind and numbers that replace the table's: ``"H100,network=25e9"``."""
     name, *others = text.split(",")
-    if name.lower() not in KINDS:
-        names = ", ".join(kind.name for kind in KINDS.values())
+    if name.lower() not in kinds:
+        names = ", ".join(kind.name for kind in kinds.values())
         raise ValueError(f"{given}: unknown kind of device {name!r}; valid: {names}")
     numbers: dict[str, Any] = {}
     for field, _, value in (one.partition("=") for one in others):
@@ -217,7 +217,7 @@ def named(text: str, given: str) -> Kind:
                 f"{given}: after the kind, expected NAME=NUMBER with a name of {', '.join((*_RATES, *_TIMES))} (the "
                 "last three in seconds)"
             )
-    return dataclasses.replace(KINDS[name.lower()], **numbers)
+    return dataclasses.replace(kinds[name.lower()], **numbers)
 
 
 def asked_for(platform: str) -> Kind | None:
@@ -225,7 +225,5 @@ def asked_for(platform: str) -> Kind | None:
     asked = os.environ.get("JAXDIST_MACHINE", "")
     if not asked:
         return None
-    kind = named(asked, f"JAXDIST_MACHINE={asked!r}")
-    given = {name: getattr(kind, name) for name in (one.partition("=")[0] for one in asked.split(",")[1:])}
-    base = VIRTUAL.kind if kind.is_cpu else kind
-    return dataclasses.replace(base, is_cpu=platform == "cpu", **given)
+    kind = named(asked, f"JAXDIST_MACHINE={asked!r}", KINDS | {"cpu": VIRTUAL.kind})
+    return dataclasses.replace(kind, is_cpu=platform == "cpu")

@@ -114,10 +114,8 @@ def on_each_host(hosts: Sequence[Any]) -> int:
 
 
 def from_host(shape: Sequence[int], place: Sharding, part: Callable[[Any], np.ndarray]) -> jax.Array:
-    """Return a global array, given `part`, which returns a device's slice for its index.
-
-    Unlike JAX's own function, this is an explicit transfer, which ``jax.transfer_guard("disallow")`` allows.
-    """
+    """Return a global array, given `part`, which returns a device's slice for its index."""
+    # Unlike JAX's own function, this is an explicit transfer, which `jax.transfer_guard("disallow")` allows.
     indices = place.addressable_devices_indices_map(tuple(shape))
     places = [SingleDeviceSharding(device, memory_kind=place.memory_kind) for device in indices]
     parts = jax.device_put([part(index) for index in indices.values()], places)  # may alias host memory

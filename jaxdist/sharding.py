@@ -3,7 +3,6 @@
 import copy
 import functools
 import inspect
-import logging
 from typing import Any, Literal
 
 import jax
@@ -22,11 +21,10 @@ from jaxdist.placements.search.owners import Way, check_split
 from jaxdist.precision import DTYPES, Precision, mixed
 from jaxdist.runtime.context import Context, started
 from jaxdist.step.data_parallel import data_parallel, parallel
+from jaxdist.text import say_once
 from jaxdist.tracebacks import api_boundary
 
 Level = Literal[0, 1, 2, 3]
-
-_log = logging.getLogger("jaxdist")
 
 
 def zero(
@@ -139,14 +137,13 @@ def _with_functions(tx: Any, init: Any, update: Any) -> Any:
     return tx
 
 
-@functools.cache
 def _say_that_it_is_outside(ctx: Context | None) -> None:
-    """Warn once that each rank trains alone on its own part of the data; nothing else would show it."""
+    """Warn that each rank trains alone on its own part of the data; nothing else would show it."""
     if ctx is not None and ctx.size > 1 and ctx.is_root:
-        _log.warning(
+        say_once(
             "jaxdist.zero's update was called outside a step that jaxdist.data_parallel decorates: nothing is added "
-            "up over the ranks, and each of the %d trains alone", ctx.size,
-        )  # fmt: skip
+            f"up over the ranks, and each of the {ctx.size} trains alone"
+        )
 
 
 @api_boundary

@@ -266,7 +266,7 @@ MUTANTS: list[Mutant] = [
            "[*((i, self._transformed(source[past + i], at.epoch, i)) for i in read)]",
            "[(i, self._transformed(source[past + i], at.epoch, i)) for i in read]",
            "tests/io/test_data.py -k workers_raise", slow=True),
-    Mutant("ranks outlive an mpirun that is killed", "jaxdist/launch/mpi.py", "*under_mpirun(), *program", "*program",
+    Mutant("ranks outlive an mpirun that is killed", "jaxdist/launch/mpi.py", "*UNDER_MPIRUN, *program", "*program",
            "tests/launch/test_ends.py -k signals_end"),
     Mutant("ranks under mpirun have no time to save", "jaxdist/launch/mpi.py", "is_mpirun=True,",
            "is_mpirun=False,", "tests/launch/test_ends.py -k sees_the_signal"),

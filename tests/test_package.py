@@ -88,11 +88,11 @@ def test_what_only_some_features_need_need_not_be_there(tmp_path: Path) -> None:
         ("loader", "grain", "data"), ("save", "orbax.checkpoint", "checkpoint"),
         ("restore", "tensorstore", "checkpoint"),
     ]  # fmt: skip
-    (alone,) = jobs.spawn_env(1, [str(tmp_path / "script.py"), str(tmp_path)])
+    (alone,) = jobs.launch("hand", 1, [str(tmp_path / "script.py"), str(tmp_path)]).finish()
     told = [f"jaxdist.{name} needs {what}, which is not installed: pip install 'jaxdist[{extra}]'"
             for name, what, extra in needs]  # fmt: skip
     assert alone.stdout.splitlines() == ["3.0 1", *told, "[]"], alone
-    for one in jobs.spawn_env(2, [str(tmp_path / "script.py"), str(tmp_path)]):
+    for one in jobs.launch("hand", 2, [str(tmp_path / "script.py"), str(tmp_path)]).finish():
         lines = one.stdout.splitlines()[1:4]
         assert one.returncode == 0, one
         assert [line.partition(" needs ")[0] for line in lines] == [

@@ -67,7 +67,20 @@ def agree(
         raise ValueError(difference(details, _SAME))
     digests = by_value([digest for _, digest, *_ in everyone])
     if len(digests) > 1:
-        raise ValueError(_programs(context, tag, about.call, program, list(digests.values())))
+        assert program is not None
+        groups = list(digests.values())
+        pair = groups[0][0], groups[1][0]
+        told = [operations(program.source), operations(program.program)] if context.rank in pair else []
+        details = context.control.exchange(f"{tag} operations", told, context.timeout, about.call)
+        both = zip(("operation", "operation of a device's program"), *(details[rank] for rank in pair), strict=True)
+        what, found = next((what, found) for what, *lines in both if (found := _first_difference(*lines)))
+        none = f"no {what} that the other does not have, too"
+        shown = [f"{x or none} on rank {list_ranks(g)}" for g, x in zip(groups[:2], found, strict=True)]
+        rest = [rank for group in groups[2:] for rank in group]
+        shown += [f"other programs again on rank {list_ranks(rest)}"] if rest else []
+        # On the line that `jaxdist run` repeats.
+        text = f"The first {what} that differs: {'; '.join(shown)}"
+        raise ValueError(f"{about.call}: the ranks have different programs, and none has run. {text}\n{_ADVICE}")
     return [values for *_, values in everyone]
 
 
@@ -80,23 +93,6 @@ def _check_rows(everyone: Sequence[Rows | None], sharers: Sequence[Sequence[int]
     total = tuple(None if column[0] is None else sum(column) for column in columns)
     if any(rows.total != total for rows in found):
         raise OtherRows(total)
-
-
-def _programs(context: Context, tag: str, call: str, program: Traced | None, groups: Sequence[Sequence[int]]) -> str:
-    """Describe how programs differ between groups of ranks."""
-    assert program is not None
-    pair = groups[0][0], groups[1][0]
-    told = [operations(program.source), operations(program.program)] if context.rank in pair else []
-    details = context.control.exchange(f"{tag} operations", told, context.timeout, call)
-    both = zip(("operation", "operation of a device's program"), *(details[rank] for rank in pair), strict=True)
-    what, found = next((what, found) for what, *lines in both if (found := _first_difference(*lines)))
-    none = f"no {what} that the other does not have, too"
-    shown = [f"{x or none} on rank {list_ranks(g)}" for g, x in zip(groups[:2], found, strict=True)]
-    rest = [rank for group in groups[2:] for rank in group]
-    shown += [f"other programs again on rank {list_ranks(rest)}"] if rest else []
-    # On the line that `jaxdist run` repeats.
-    text = f"The first {what} that differs: {'; '.join(shown)}"
-    return f"{call}: the ranks have different programs, and none has run. {text}\n{_ADVICE}"
 
 
 def _first_difference(

@@ -84,16 +84,11 @@ def checksum(part: np.ndarray, start: Sequence[int]) -> int:
         a, b = max(first, block * _BLOCK), min(last, (block + 1) * _BLOCK)
         factors = _TABLE[a - block * _BLOCK : b - block * _BLOCK]
         of_block = int(_odd(np.array([block], np.uint64), 1)[0])
-        found += of_block * _sum(words[:, a - first : b - first], of_rows, factors)
+        step = max(1, _AT_ONCE // (b - a))
+        for i in range(0, len(words), step):
+            wide = words[i : i + step, a - first : b - first].astype(np.uint64)
+            found += of_block * int(np.dot(wide @ factors, of_rows[i : i + step]))
     return found % (1 << 64)
-
-
-def _sum(rows: np.ndarray, of_rows: np.ndarray, factors: np.ndarray) -> int:
-    """Return the sum of all words, each times the factors of its row and column."""
-    step, total = max(1, _AT_ONCE // rows.shape[1]), 0
-    for i in range(0, len(rows), step):
-        total += int(np.dot(rows[i : i + step].astype(np.uint64) @ factors, of_rows[i : i + step]))
-    return total
 
 
 def _odd(places: np.ndarray, role: int) -> np.ndarray:

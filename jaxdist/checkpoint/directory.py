@@ -19,8 +19,7 @@ UNFINISHED = ".orbax-checkpoint-tmp"  # orbax, too, treats such directories as u
 _SPECIAL = re.compile(r"[*?\[\]\\]|:/")  # characters of a pattern or a URL
 _LOCK = ".jaxdist-lock"
 _held: dict[Path, int] = {}  # lock files and their descriptors
-passed_over: set[Path] = set()
-"""Damaged checkpoints that this process skipped for older ones; it will reach their steps again."""
+passed_over: set[Path] = set()  # damaged checkpoints, skipped for older ones; this process will reach their steps again
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:

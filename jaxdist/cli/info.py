@@ -1,6 +1,5 @@
 """`jaxdist info`: ranks of a job, versions, and missing packages with commands to install them."""
 
-import importlib.metadata
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ import typer
 
 from jaxdist.connectors import site
 from jaxdist.errors import in_words
+from jaxdist.extras import version
 from jaxdist.launch.mpi import family_of, find_mpirun, run_outside
 
 _PACKAGES = ("jaxdist", "jax", "jaxlib", "numpy", "optax", "flax", "grain", "orbax-checkpoint", "mpi4py", "mpi4jax")
@@ -40,6 +40,8 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON obje
     It also works as a rank of a job: `srun jaxdist info`.
     """
     # Import here, since `jaxdist run` does not need these.
+    import jax
+
     from jaxdist.collectives.public import barrier
     from jaxdist.runtime.context import init
 
@@ -48,10 +50,15 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON obje
     except (ValueError, RuntimeError, ImportError) as error:
         _write({"problem": in_words(error), "job": {}, "ranks": []}, as_json)  # perhaps a package is missing
         raise typer.Exit(1) from None
-    ranks = ctx.control.exchange("jaxdist info", _this_rank(ctx))
+    devices, cores = [f"{d.device_kind}:{d.id}" for d in jax.local_devices()], len(os.sched_getaffinity(0))
+    own = {"rank": ctx.rank, "host": socket.gethostname(), "pid": os.getpid(), "cores": cores, "devices": devices}
+    ranks = ctx.control.exchange("jaxdist info", own)
     if ctx.is_root:
+        kind = ctx.kind  # of which the speeds weigh sending against computing
+        rates = f"{kind.link / 1e9:.3g} GB/s within a host, {kind.network / 1e9:.3g} GB/s between hosts"
         job = {"processes": ctx.size, "devices": ctx.num_devices}
-        job |= {"connector": ctx.connector.name, "communicator": str(ctx.communicator), "assumed": _speeds(ctx.kind)}
+        job |= {"connector": ctx.connector.name, "communicator": str(ctx.communicator)}
+        job |= {"assumed": f"{kind.name}, {kind.flops / 1e9:.4g} GFLOP/s, {rates}"}
         _write({"problem": "", "job": job, "ranks": ranks}, as_json)
     barrier()  # test that arrays can be sent, or raise
 
@@ -59,8 +66,8 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON obje
 def versions() -> dict[str, str]:
     """Return versions that matter in a bug report, by name, or "" if not installed."""
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
-    found |= {name: _version(name) for name in _PACKAGES}
-    found["CUDA plugin"] = _version("jax-cuda13-plugin") or _version("jax-cuda12-plugin")
+    found |= {name: version(name) for name in _PACKAGES}
+    found["CUDA plugin"] = version("jax-cuda13-plugin") or version("jax-cuda12-plugin")
     return found
 
 
@@ -68,7 +75,7 @@ def checks() -> Iterator[Check]:
     """Yield checks of this machine, without a JAX backend or MPI in this process."""
     mpirun, asked = find_mpirun(), run_outside([sys.executable, "-c", _ASK_MPI4PY], 120)
     yield Check("mpirun", mpirun is not None, f"{mpirun.version}, {mpirun.path}" if mpirun else "none", site.install())
-    load = site.LOAD if mpirun and _version("mpi4py") else site.install()
+    load = site.LOAD if mpirun and version("mpi4py") else site.install()
     works, library = asked is not None and asked.returncode == 0, _last_line(asked)
     yield Check("mpi4py", works, library, load)
     if mpirun and works:
@@ -91,40 +98,19 @@ def show(checked: Iterable[Check]) -> None:
         print(f"{'ok ' if one.ok else 'fix'} {one.name}: {one.seen}" + f"\n      {one.fix}" * (not one.ok))
 
 
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
 def _last_line(done: "subprocess.CompletedProcess[str] | None") -> str:
     lines = (done.stdout.strip() or done.stderr.strip()).splitlines() if done else []
     return lines[-1] if lines else "no answer"
 
 
 def _mpi4jax() -> Check:
-    if not (version := _version("mpi4jax")):
+    if not (found := version("mpi4jax")):
         return Check("mpi4jax", False, "not installed: communicator mpi is not available", site.install())
     # Its compiled part may be for a different MPI or JAX: test it in a new process.
     done = run_outside([sys.executable, "-c", "import mpi4jax"], 120)
     if done is not None and done.returncode == 0:
-        return Check("mpi4jax", True, version)
+        return Check("mpi4jax", True, found)
     return Check("mpi4jax", False, f"installed, but does not import: {_last_line(done)}", site.rebuild_mpi4jax())
-
-
-def _this_rank(ctx: Any) -> dict[str, Any]:
-    import jax
-
-    devices = [f"{device.device_kind}:{device.id}" for device in jax.local_devices()]
-    cores = len(os.sched_getaffinity(0))
-    return {"rank": ctx.rank, "host": socket.gethostname(), "pid": os.getpid(), "cores": cores, "devices": devices}
-
-
-def _speeds(kind: Any) -> str:
-    """Format the speeds of `jaxdist.machine.Kind` that weigh sending against computing."""
-    rates = f"{kind.link / 1e9:.3g} GB/s within a host, {kind.network / 1e9:.3g} GB/s between hosts"
-    return f"{kind.name}, {kind.flops / 1e9:.4g} GFLOP/s, {rates}"
 
 
 def _write(report: dict[str, Any], as_json: bool) -> None:
@@ -138,5 +124,5 @@ def _write(report: dict[str, Any], as_json: bool) -> None:
         print("\n".join(f"{name}: {x}" for name, x in report["job"].items()))
     for one in report["ranks"]:
         print("rank {rank} on {host}, pid {pid}: {cores} cores, ".format(**one) + ", ".join(one["devices"]))
-    print(", ".join(f"{name} {version or 'not installed'}" for name, version in found.items()))
+    print(", ".join(f"{name} {number or 'not installed'}" for name, number in found.items()))
     show(checked)

@@ -48,7 +48,7 @@ def plan(
     import jax
 
     from jaxdist.planning.fitting import fit
-    from jaxdist.planning.planned import plan as make_plan
+    from jaxdist.planning.fitting import plan as make_plan
 
     jax.config.update("jax_platforms", "cpu")  # ignore local GPUs
     try:

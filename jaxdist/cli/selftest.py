@@ -27,15 +27,20 @@ def self_test() -> None:
     `jaxdist run --hosts node1:4,node2:4 -m jaxdist test` or `srun jaxdist test`. The exit code is 1 if something is
     wrong.
     """
-    if _in_job():
+    try:
+        in_job = connectors.choose() != "local"
+    except (ValueError, ImportError):  # a launcher started this process, and init will report the missing package
+        in_job = True
+    if in_job:
         raise typer.Exit(as_rank())
     from jaxdist.runtime.devices import visible_gpus  # import here: `jaxdist run` does not need it
 
     os.environ.setdefault("JAXDIST_TIMEOUT", "60")  # seconds to wait for missing ranks
     ranks = 2 if os.environ.get("JAX_PLATFORMS") == "cpu" else len(visible_gpus()) or 2
     code, launchers = 0, dict[str, Launcher](xla="env", mpi="mpirun")
+    has_mpi = find_mpirun() is not None and all(importlib.util.find_spec(name) for name in ("mpi4py", "mpi4jax"))
     for name, launcher in launchers.items():
-        if name == "mpi" and not _mpi_is_here():
+        if name == "mpi" and not has_mpi:
             print(f"communicator mpi is not available. To install it: {site.install()}")
             continue
         try:
@@ -49,18 +54,6 @@ def self_test() -> None:
         print("Something is wrong.")
         raise typer.Exit(1)
     print("All is well.")
-
-
-def _in_job() -> bool:
-    """Check whether a launcher started this process."""
-    try:
-        return connectors.choose() != "local"
-    except (ValueError, ImportError):  # a launcher did, and init will report the missing package
-        return True
-
-
-def _mpi_is_here() -> bool:
-    return find_mpirun() is not None and all(importlib.util.find_spec(name) for name in ("mpi4py", "mpi4jax"))
 
 
 def as_rank() -> int:

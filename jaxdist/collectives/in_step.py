@@ -109,8 +109,7 @@ def _of_numbers(x: Any, op: str) -> tuple[Any, str]:
 
 def _movable(x: Any) -> Any:
     x = x.astype(jnp.int8) if x.dtype == bool else x
-    invariant = compat.checking_types() and AXIS not in compat.varying_axes(jax.typeof(x))
-    return lax.pcast(x, AXIS, to="varying") if invariant else x
+    return lax.pcast(x, AXIS, to="varying") if compat.is_invariant(x, AXIS) else x
 
 
 def _wide(x: Any) -> Any:

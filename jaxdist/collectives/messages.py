@@ -2,7 +2,7 @@
 
 import queue
 import time
-from collections import Counter, deque
+from collections import Counter
 from typing import Any
 
 import jax
@@ -23,14 +23,14 @@ class Messages:
 
     def __init__(self, ctx: Context):
         self._ctx = ctx
-        self._counts: Counter[tuple[int, int]] = Counter()  # of messages so far, by source and destination
-        self._to_self: deque[Message] = deque()
+        self._counts: Counter[tuple[str, int]] = Counter()  # of messages so far, by direction and the other rank
 
     def send(self, tree: Any, dst: int) -> None:
         """Send without waiting for the receiver."""
         to = self._rank("send", "dst", dst)
         _, names, arrays = flat("send", tree)
-        self._put(to, (describe("send", names, arrays), [np.array(x) for x in arrays]))
+        message: Message = describe("send", names, arrays), [np.array(x) for x in arrays]
+        self._ctx.control.put(self._name("send", to), message, to)
 
     @compat.under_no_mesh
     def recv(self, like: Any, src: int) -> Any:
@@ -47,37 +47,29 @@ class Messages:
             )
         return jax.tree.unflatten(structure, jax.device_put(arrays))
 
-    def _put(self, to: int, message: Message) -> None:
-        if to == self._ctx.rank:
-            self._to_self.append(message)
-        else:
-            self._ctx.control.put(self._name(self._ctx.rank, to), message, to)
-
     def _get(self, source: int, what: str) -> Message:
-        ctx = self._ctx
-        if source == ctx.rank:
-            if not self._to_self:
-                raise ValueError(f"rank {source}: recv from itself, but nothing was sent: call send first")
-            return self._to_self.popleft()
-        name, end = self._name(source, ctx.rank), time.monotonic() + ctx.timeout
+        ctx, is_own = self._ctx, source == self._ctx.rank
+        name, end = self._name("recv", source), time.monotonic() + ctx.timeout
         while True:
             left = source in ctx.control.left  # known before the look that finds nothing
             try:
-                return ctx.control.take(name, source, _LOOK)
+                return ctx.control.take(name, source, 0.0 if is_own else _LOOK)
             except queue.Empty:
-                if not left and time.monotonic() < max(end, ctx.control.held_until):
+                if not is_own and not left and time.monotonic() < max(end, ctx.control.held_until):
                     continue
-            self._counts[source, ctx.rank] -= 1
+            self._counts["recv", source] -= 1
+            if is_own:
+                raise ValueError(f"rank {source}: recv from itself, but nothing was sent: call send first")
             why = "has left, and sent nothing" if left else f"sent nothing within {ctx.timeout:g} s"
             raise ControlError(
                 f"rank {ctx.rank}: recv of {what} from rank {source}: {ctx.control.who(source)} {why}. Each recv needs "
                 "a send on the other rank"
             )
 
-    def _name(self, source: int, to: int) -> str:
-        self._counts[source, to] += 1
+    def _name(self, kind: str, other: int) -> str:
+        self._counts[kind, other] += 1
         self._ctx.control.used = True
-        return f"message {self._counts[source, to]}"
+        return f"message {self._counts[kind, other]}"
 
     def _rank(self, kind: str, name: str, value: Any) -> int:
         rank, size = integer(kind, name, value), self._ctx.size

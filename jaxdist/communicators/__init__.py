@@ -45,11 +45,6 @@ def check(rules: Rules) -> None:
 
 def lowering(communicator: str | Rules, mesh: Mesh) -> Interpreter:
     """Return the interpreter with which a communicator runs a step, once, in program order."""
-    if not isinstance(communicator, str) or communicator == "xla":
-        from jaxdist.communicators.xla import GlooLowering, XlaLowering
-
-        own = GlooLowering() if _over_gloo(mesh) else XlaLowering()
-        return own if isinstance(communicator, str) else own.with_rules(communicator)
     if communicator == "mpi":
         from jaxdist.communicators.mpi import MpiLowering
 
@@ -58,16 +53,17 @@ def lowering(communicator: str | Rules, mesh: Mesh) -> Interpreter:
         from jaxdist.communicators.lanes import LanesLowering
 
         return LanesLowering()
-    raise ValueError(f"unknown communicator {communicator!r}; valid: 'xla', 'lanes', 'mpi'")
+    from jaxdist.communicators.xla import GlooLowering, XlaLowering
+
+    own = GlooLowering() if _over_gloo(mesh) else XlaLowering()
+    return own if isinstance(communicator, str) else own.with_rules(communicator)
 
 
 def default_bucket_bytes(communicator: str | Rules, mesh: Mesh, machine: Machine) -> int:
-    """Return the default size of gradient buckets in bytes.
-
-    On CPU processes (``benchmarks/buckets.py``), a message costs gloo about 0.1 ms and MPI 0.01 ms;
-    from 1 MiB per tensor, the copy costs more. Virtual devices of one process also have cheap
-    messages. On GPUs, XLA's combiner merges reductions without copying (see ``docs/per-device.md``).
-    """
+    """Return the default size of gradient buckets in bytes."""
+    # On CPU processes (benchmarks/buckets.py), a message costs gloo about 0.1 ms and MPI 0.01 ms; from 1 MiB per
+    # tensor, the copy costs more. Virtual devices of one process also have cheap messages. On GPUs, XLA's combiner
+    # merges reductions without copying (see docs/per-device.md).
     if not machine.kind.is_cpu:
         return 0
     return 1 << 20 if communicator in ("mpi", "lanes") or _over_gloo(mesh) else 1 << 18

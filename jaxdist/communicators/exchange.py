@@ -42,11 +42,9 @@ def rules(among: Callable[[JaxprEqn], Among]) -> dict[Primitive, Rule]:
 
 
 def all_reduce(x: jax.Array, wire: DTypeLike, size: int, all_to_all: Move, all_gather: Move) -> jax.Array:
-    """Sum `x` over the devices, with a different dtype on the wire.
-
-    Each device sums one part in float32 (or the wider dtype of `x`). Rounding happens twice, when
-    parts and when sums are sent, for any number of devices.
-    """
+    """Sum `x` over the devices, with a different dtype on the wire."""
+    # Each device sums one part in float32 (or the wider dtype of `x`). Rounding happens twice, when parts and when sums
+    # are sent, for any number of devices.
     mine = added_up(slices(x.reshape(-1), 0, size), wire, all_to_all)
     whole = all_gather(mine.astype(wire)).reshape(-1)
     return whole[: x.size].reshape(x.shape).astype(x.dtype)
@@ -100,11 +98,9 @@ def unsigned(x: jax.Array) -> tuple[jax.Array, Move]:
 
 
 def extreme(x: jax.Array, op: str, reduce: Move) -> jax.Array:
-    """Return the largest or smallest float over the devices, or NaN if there is one.
-
-    MPI, gloo, and XLA between virtual devices lose NaN, unlike one device. So compare integers in
-    the same order, with NaN beyond all others.
-    """
+    """Return the largest or smallest float over the devices, or NaN if there is one."""
+    # MPI, gloo, and XLA between virtual devices lose NaN, unlike one device. So compare integers in the same order,
+    # with NaN beyond all others.
     wide = x.astype(reducible(x.dtype))
     bits = lax.bitcast_convert_type(wide, jnp.dtype(f"int{8 * wide.dtype.itemsize}"))
     limits = jnp.iinfo(bits.dtype)

@@ -18,11 +18,8 @@ _MOST = 999
 
 
 def take_out(module: ir.Module) -> list[int]:
-    """Replace the handles in a program by numbers that are the same in every process.
-
-    Returns the handles in the order of first occurrence. If they are too many or too long, returns
-    none and changes nothing.
-    """
+    """Replace the handles in a program by numbers that are the same in every process, and return them, in order."""
+    # If they are too many or too long, none is returned, and nothing is changed.
     calls: list[tuple[Any, dict[str, Any]]] = []
     found: dict[int, int] = {}
 

@@ -1,9 +1,8 @@
 """The communicator of lanes: XLA's, with sums in an order that does not depend on who holds a lane.
 
-A lane is a CPU device. XLA compiles one program for all lanes, so a lane computes the same in any
-process. Only the order of sums over lanes could differ: XLA and gloo add in different orders,
-within and between processes. So summands are only sent, and added by a binary tree over lane
-numbers. Maxima, minima and gathers do not depend on order.
+A lane is a CPU device. XLA compiles one program for all lanes, so a lane computes the same in any process. Only the
+order of sums over lanes could differ: XLA and gloo add in different orders, within and between processes. So summands
+are only sent, and added by a binary tree over lane numbers. Maxima, minima and gathers do not depend on order.
 """
 
 import jax

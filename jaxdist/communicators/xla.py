@@ -91,11 +91,7 @@ class GlooLowering(XlaLowering):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rules = {
-            **self.rules,
-            compat.reduce_scatter_p: self._reduce_scatter,
-            **exchange.rules(self._among),
-        }
+        self.rules |= {compat.reduce_scatter_p: self._reduce_scatter, **exchange.rules(self._among)}
 
     def _among(self, eqn: JaxprEqn) -> exchange.Among:
         axes = eqn.params["axes"]

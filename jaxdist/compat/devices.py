@@ -7,7 +7,6 @@ import importlib.util
 import operator
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 sharding_of = operator.attrgetter("_sharding")
@@ -38,32 +37,20 @@ def gloo_at(ip: str) -> None:
     from jax._src import distributed, xla_bridge
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
-    with _threads_that_wait_their_turn():
+    # Gloo's one thread, which reads and writes the sockets, starts with the collectives. Woken while XLA's thread holds
+    # a connection's lock, it took XLA's place on the core and polled for that lock until the scheduler's next tick: 4
+    # ms a message, with a core for each rank, where 0.1 are enough (`handleEvents` in gloo/transport/tcp/pair.cc). So
+    # it does not interrupt others of its core when it wakes up (Linux's SCHED_BATCH).
+    with contextlib.ExitStack() as stack:
+        if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
+            before = os.sched_getparam(0)
+            with contextlib.suppress(OSError):  # not allowed here: slower, no more
+                os.sched_setscheduler(0, os.SCHED_BATCH, before)
+                stack.callback(os.sched_setscheduler, 0, os.SCHED_OTHER, before)
         collectives = _jax.make_gloo_tcp_collectives(distributed_client=distributed.global_state.client, hostname=ip)
     xla_bridge.register_backend_factory(
         "cpu", functools.partial(xla_bridge.make_cpu_client, collectives), priority=0, fail_quietly=False
     )
-
-
-@contextlib.contextmanager
-def _threads_that_wait_their_turn() -> Iterator[None]:
-    """Threads that start here do not interrupt others of their core when they wake up (Linux's SCHED_BATCH)."""
-    # Gloo's one thread, which reads and writes the sockets, starts with the collectives. Woken while XLA's thread holds
-    # a connection's lock, it took XLA's place on the core and polled for that lock until the scheduler's next tick: 4
-    # ms a message, with a core for each rank, where 0.1 are enough (`handleEvents` in gloo/transport/tcp/pair.cc).
-    if sys.platform != "linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        yield
-        return
-    before = os.sched_getparam(0)
-    try:
-        os.sched_setscheduler(0, os.SCHED_BATCH, before)
-    except OSError:  # not allowed here: slower, no more
-        yield
-        return
-    try:
-        yield
-    finally:
-        os.sched_setscheduler(0, os.SCHED_OTHER, before)
 
 
 def gpus_elsewhere(target: str, hosts: int, per_host: int) -> list[Any]:

@@ -169,9 +169,8 @@ def makes_bits_by_place(dtype: Any) -> bool:
 
 
 def draws_by_key(dtype: Any) -> bool:
-    """Whether a key draws the same bits in an array of keys as alone. Under `vmap`, all rbg keys draw from the first
-    ("Advanced RNG configuration" in the docs of `jax.random`). Nothing is assumed of other implementations.
-    """
+    """Whether a key draws the same bits in an array of keys as alone. Nothing is assumed but of threefry."""
+    # Under `vmap`, all rbg keys draw from the first ("Advanced RNG configuration" in the docs of `jax.random`).
     return getattr(getattr(dtype, "_impl", None), "name", "") == "threefry2x32"
 
 

@@ -35,14 +35,9 @@ def other_collectives() -> tuple[Any, ...]:
     return tuple(p for name in names if (p := getattr(_parallel, name, None)) is not None)
 
 
-def checking_types() -> bool:
-    """Whether the trace under way is a shard_map with check_vma=True (no public query)."""
-    return bool(_config._check_vma.value)
-
-
-def varying_axes(aval: Any) -> frozenset[str]:
-    """Mesh axes over which a value of this type differs (no public access)."""
-    return aval.mat.varying
+def is_invariant(x: Any, axis: str) -> bool:
+    """Whether the types of a shard_map with check_vma=True say that a value is the same along an axis (private)."""
+    return bool(_config._check_vma.value) and axis not in jax.typeof(x).mat.varying  # pyright: ignore
 
 
 def manual_axes() -> frozenset[str]:

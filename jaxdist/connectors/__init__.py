@@ -17,7 +17,7 @@ _MADE_BY: dict[str, Callable[[float], Found]] = {
     "jax.distributed": engines.jax_distributed,
     "kubeflow": engines.kubeflow,
     "ray": engines.ray,
-    "local": lambda timeout: Found("local", 0, 1, 0, 1, lambda obj, root: obj),
+    "local": lambda timeout: Found("local", 0, 1, 0, 1, lambda obj, root=0: obj),
 }
 VALID = ("auto", "env://", "tcp://host:port", *_MADE_BY)
 
@@ -50,13 +50,6 @@ def connect(
     spec: str | Connector | Any = "auto", *, timeout: float = 300.0, rank: int | None = None, size: int | None = None
 ) -> Connector:
     """Make the connector that `spec` names, with everyone there, or check the object that it is."""
-    found = _made(spec, timeout, rank, size)
-    if found.size == 1:
-        _refuse_alone(found, meant=not isinstance(spec, str) or "local" in (spec, os.environ.get("JAXDIST_CONNECTOR")))
-    return found
-
-
-def _made(spec: str | Connector | Any, timeout: float, rank: int | None, size: int | None) -> Connector:
     if not isinstance(spec, str):
         if not isinstance(spec, Connector):
             raise TypeError(
@@ -65,21 +58,26 @@ def _made(spec: str | Connector | Any, timeout: float, rank: int | None, size: i
             )
         if spec.size < 1 or not 0 <= spec.rank < spec.size:
             raise ValueError(f"connector {spec.name}: rank {spec.rank} of size {spec.size}")
-        return spec
-    if spec == "auto":
-        spec = choose()
-    if spec == "env" or spec.startswith(("env://", "tcp://")):
-        return tcp.connect(spec, timeout, rank=rank, size=size)
-    if spec not in _MADE_BY:
-        raise ValueError(f"unknown connector {spec!r}; valid: {', '.join(VALID)}, or an object")
-    if rank is not None or size is not None:
-        raise ValueError(
-            f"rank= and size= belong to connector 'tcp://host:port' or 'env://'; {spec!r} finds them by itself"
-        )
-    return _MADE_BY[spec](timeout)
+        found, meant = spec, True
+    else:
+        meant = "local" in (spec, os.environ.get("JAXDIST_CONNECTOR"))
+        name = choose() if spec == "auto" else spec
+        if name == "env" or name.startswith(("env://", "tcp://")):
+            found = tcp.connect(name, timeout, rank=rank, size=size)
+        elif name not in _MADE_BY:
+            raise ValueError(f"unknown connector {name!r}; valid: {', '.join(VALID)}, or an object")
+        elif rank is not None or size is not None:
+            raise ValueError(
+                f"rank= and size= belong to connector 'tcp://host:port' or 'env://'; {name!r} finds them by itself"
+            )
+        else:
+            found = _MADE_BY[name](timeout)
+    if found.size == 1:
+        _refuse_alone(found, meant)
+    return found
 
 
-def _refuse_alone(found: Connector, *, meant: bool) -> None:
+def _refuse_alone(found: Connector, meant: bool) -> None:
     """Refuse to be alone where something knows of others: each would train by itself, as rank 0."""
     rank, size = engines.initialized()
     others = None if meant else launchers.several(os.environ)

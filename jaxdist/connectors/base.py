@@ -31,12 +31,8 @@ class Found:
     size: int
     local_rank: int
     local_size: int
-    share: Callable[[Any, int], Any]
+    broadcast: Callable[..., Any]  # as of `Connector`
     control: Control | None = None  # that stays open as the job's
-
-    def broadcast(self, obj: Any, root: int = 0) -> Any:
-        """The value of the root on every process."""
-        return self.share(obj, root)
 
 
 def local_position(hosts: list[str], rank: int) -> tuple[int, int]:

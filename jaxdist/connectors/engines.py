@@ -58,7 +58,7 @@ def jax_distributed(timeout: float) -> Found:
     rank, size = initialized()
     store, number = compat.key_value_store(), 0
 
-    def share(obj: Any, root: int) -> Any:
+    def share(obj: Any, root: int = 0) -> Any:
         nonlocal number
         number += 1
         key = f"jaxdist/{number}"
@@ -87,7 +87,7 @@ def _ray() -> Any:
 def ray(timeout: float) -> Found:
     from ray.train.collective import broadcast_from_rank_zero  # pyright: ignore[reportMissingImports]
 
-    def share(obj: Any, root: int) -> Any:
+    def share(obj: Any, root: int = 0) -> Any:
         assert root == 0, root  # all that jaxdist asks for
         return broadcast_from_rank_zero(obj)
 

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from jaxdist.connectors import launchers, site
@@ -22,19 +21,13 @@ def connect(timeout: float) -> Found:
     comm = mpi.COMM_WORLD.Dup()
     node = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
     found = Found("mpi", comm.rank, comm.size, node.rank, node.size, comm.bcast)
-    _unlink_memory(node)
-    node.Free()
-    return found
-
-
-def _unlink_memory(node: Any) -> None:
-    """Take the names off the memory that Open MPI's ranks of a host share: none is left when they are killed."""
+    # Take the names off the memory that Open MPI's ranks of a host share: none is left when they are killed.
     node.alltoall([None] * node.size)  # after this, each rank has mapped every other rank's memory
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            path = Path(line.rpartition(" ")[2])
-            if path.name.startswith("sm_segment."):
-                path.unlink(missing_ok=True)
+        for path in site.mapped("sm_segment."):
+            path.unlink(missing_ok=True)
+    node.Free()
+    return found
 
 
 def load() -> Any:
@@ -43,11 +36,9 @@ def load() -> Any:
         env = os.environ
         hydra = "OMPI_COMM_WORLD_SIZE" not in env and launchers.by_mpi(env) is not None
         if hydra and not env.get("MPI4PY_LIBMPI") and not env.get("MPI4PY_MPIABI"):
-            try:
+            with contextlib.suppress(OSError):
                 ctypes.CDLL("libmpi.so.12")  # MPICH's ABI name, as of Intel MPI and MVAPICH
                 env["MPI4PY_LIBMPI"] = "libmpi.so.12"
-            except OSError:
-                pass
     try:
         with in_environment(_open_mpi_settings()):
             from mpi4py import MPI

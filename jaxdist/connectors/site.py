@@ -13,14 +13,18 @@ LOAD = (
 )
 
 
-def loaded() -> Path | None:
-    """The MPI library in this process, by its file."""
+def mapped(*names: str) -> list[Path]:
+    """The files in the memory of this process whose names begin so."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
-        return None
-    paths = (Path(line.rpartition(" ")[2]) for line in lines)
-    return next((path for path in paths if path.name.startswith(("libmpi.so", "libmpich.so"))), None)
+        return []
+    return [path for line in lines if (path := Path(line.rpartition(" ")[2])).name.startswith(names)]
+
+
+def loaded() -> Path | None:
+    """The MPI library in this process, by its file."""
+    return next(iter(mapped("libmpi.so", "libmpich.so")), None)
 
 
 def rebuild_mpi4jax(library: str | Path = "") -> str:

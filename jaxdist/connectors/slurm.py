@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from jaxdist.connectors import tcp
 from jaxdist.connectors.base import Found, need, read_int
-from jaxdist.control.keys import job_key
+from jaxdist.control.wire import job_key
 
 _CANDIDATES = 8
 

@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 
 from jaxdist.control import rendezvous
 from jaxdist.control.hub import Entry, Hub, lost
-from jaxdist.control.keys import job_key
 from jaxdist.control.process import Process
 from jaxdist.control.rendezvous import Member
-from jaxdist.control.wire import Link
+from jaxdist.control.wire import job_key
 from jaxdist.errors import ControlError
 
 T = TypeVar("T")
@@ -99,7 +98,8 @@ class Control(Process):
             self.wait_gone = self._hub.all_gone.wait
         # A forked data worker that kept the sockets open would hide the death of its parent.
         os.register_at_fork(after_in_child=self._forget)
-        self._loop.call_soon_threadsafe(self._hear_all)
+        hear = self._hub.hear if self._hub else self._hear
+        self._tasks = [asyncio.run_coroutine_threadsafe(self._guarded(hear(r)), self._loop) for r in self._links]
 
     # --- calls of the owner
 
@@ -166,7 +166,10 @@ class Control(Process):
 
     def put(self, name: str, value: Any, to: int | None = None) -> None:
         """Leave something small and picklable for a rank, or for all others; does not wait for them."""
-        self.post(_MAIL, (name, value), to)
+        if to == self.rank:
+            self._box(name, self.rank).put(value)
+        else:
+            self.post(_MAIL, (name, value), to)
 
     def take(self, name: str, rank: int, seconds: float | None) -> Any:
         """What a rank has left under this name; it is gone then. Raises queue.Empty if it has not come in time."""
@@ -256,50 +259,42 @@ class Control(Process):
         else:
             self._links[0].send(message)
 
-    def _hear_all(self) -> None:
-        self._tasks = [
-            self._loop.create_task(self._guarded(self._hub.hear(rank) if self._hub else self._hear(link)))
-            for rank, link in self._links.items()
-        ]
-
     async def _guarded(self, hearing: Coroutine[Any, Any, None]) -> None:
         try:
             await hearing
         except Exception as error:  # a channel that is silent from now on must not keep the job waiting
             self.end_because_of(f"the control channel failed: {error!r}", 0.0)
 
-    async def _hear(self, link: Link) -> None:
+    async def _hear(self, rank: int) -> None:
         try:
             while True:
-                self.deliver(await link.receive())
+                self.deliver(await self._links[rank].receive())
         except (EOFError, OSError) as error:
             if not self.over.is_set():
-                self.end_because_of(lost(self.who(0), error), 0.0)
+                self.end_because_of(lost(self.who(rank), error), 0.0)
                 return
-        self._lost = f"{self.who(0)} has already left"
+        self._lost = f"{self.who(rank)} has already left"
         self._answers.put(("error", self._number, self._lost))
 
     def deliver(self, message: tuple[Any, ...]) -> None:
         """Act on what the hub says."""
-        kind = message[0]
-        if kind == "notice":
-            _, number, tag, rank, entry = message
-            self.waiting[rank] = number, tag, entry
-            self._tell("enter", rank, entry)
-        elif kind == "bye":
-            _, rank, position = message
-            self.left[rank] = position
-            self._tell("bye", rank, position)
-        elif kind == "all left":
-            self.over.set()
-        elif kind == "post":
-            self._tell(*message[1:])
-        elif kind in ("result", "error"):
-            for rank in [r for r, (number, *_) in self.waiting.items() if number <= message[1]]:
-                del self.waiting[rank]
-            self._answers.put(message)  # type: ignore[arg-type]
-        elif kind == "end":
-            self.end_because_of(*message[1:])
+        match message:
+            case "notice", number, tag, rank, entry:
+                self.waiting[rank] = number, tag, entry
+                self._tell("enter", rank, entry)
+            case "bye", rank, position:
+                self.left[rank] = position
+                self._tell("bye", rank, position)
+            case ("all left",):
+                self.over.set()
+            case "post", tag, rank, value:
+                self._tell(tag, rank, value)
+            case ("result" | "error") as kind, number, answer:
+                for rank in [r for r, (entered, *_) in self.waiting.items() if entered <= number]:
+                    del self.waiting[rank]
+                self._answers.put((kind, number, answer))
+            case "end", *how:
+                self.end_because_of(*how)
 
     def _stop(self, rank: int, at: str) -> None:
         self.stopped = {r: line for r, line in {**self.stopped, rank: at}.items() if line}

@@ -27,11 +27,8 @@ def install(control: Control) -> None:
     lines: Any = SimpleNamespace(readline=readline)  # all that input() needs
 
     def interaction(self: pdb.Pdb, frame: FrameType | None, traceback: TracebackType | None) -> None:
-        at = (
-            f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            if frame
-            else users_line(getattr(traceback, "__traceback__", traceback))
-        )
+        raised_at = users_line(getattr(traceback, "__traceback__", traceback))
+        at = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else raised_at
         if "(Pdb)" in self.prompt:  # a new one
             control.say(f"in a debugger at {at}" + ": the other ranks wait" * (control.size > 1))
             self.prompt = f"(Pdb, rank {control.rank}) "

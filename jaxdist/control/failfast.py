@@ -48,8 +48,8 @@ def install(control: Control) -> None:
                 chosen = os.environ.get("JAXDIST_DEBUG")
                 if chosen == str(control.rank):
                     pdb.post_mortem(trace)
-                elif chosen and not control.told_to_end(_ALIKE_SECONDS):
-                    while control.stopped and not control.told_to_end(0.1):
+                elif chosen and not control.told_to_end.wait(_ALIKE_SECONDS):
+                    while control.stopped and not control.told_to_end.wait(0.1):
                         pass
         finally:  # the earlier hook may raise an error, too
             end(control, error)
@@ -60,9 +60,14 @@ def install(control: Control) -> None:
         else:
             hook(args.exc_type, args.exc_value, args.exc_traceback)
 
+    def note(status: Any) -> None:
+        # In other threads, Python handles only SystemExit itself.
+        if threading.current_thread() is threading.main_thread():
+            control.exit_said = status, control.calls
+
     sys.excepthook = hook
     threading.excepthook = thread_hook
-    _watch_exit(control)
+    compat.watch_exits(note)  # Python calls neither excepthook nor atexit with the code that the script ends with
 
 
 def end(control: Control, error: BaseException) -> NoReturn:
@@ -71,7 +76,7 @@ def end(control: Control, error: BaseException) -> NoReturn:
     control.hold(quiet=interrupted)
     aftermath = all(issubclass(type(one), _AFTERMATH) or "/gloo/" in message_of(one) for one in leaves(error))
     aftermath |= getattr(error, "elsewhere", False)
-    if aftermath and control.told_to_end(_CAUSE_SECONDS):
+    if aftermath and control.told_to_end.wait(_CAUSE_SECONDS):
         control.depart(control.code)
     line = users_line(error.__traceback__)
     # The first line of a message says most.
@@ -97,14 +102,3 @@ def end_if_failed(control: Control) -> None:
     ending = number & 0xFF or 1
     control.alarm(f"{control.who(control.rank)} ended its script with exit code {message_of(code, repr)}", code=ending)
     control.depart(ending, first=True)
-
-
-def _watch_exit(control: Control) -> None:
-    """Note the code that the script ends with: Python calls neither excepthook nor atexit with it."""
-
-    def note(status: Any) -> None:
-        # In other threads, Python handles only SystemExit itself.
-        if threading.current_thread() is threading.main_thread():
-            control.exit_said = status, control.calls
-
-    compat.watch_exits(note)

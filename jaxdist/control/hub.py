@@ -63,32 +63,29 @@ class Hub:
         return [r for r in (*self.links, 0) if r != rank]
 
     def handle(self, rank: int, message: tuple[Any, ...]) -> None:
-        kind = message[0]
-        if kind == "enter":
-            self.enter(rank, *message[1:])
-        elif kind == "timeout":
-            _, number, seconds, known = message
-            one = self.exchanges.get(number)
-            if one is not None and not one.failure:
-                what = f"exchange {one.entered[rank][2].what} timed out on rank {rank} after {seconds:g} s"
-                self.fail(number, f"{what}. {self.where(one)}{known}")
-        elif kind == "post":
-            _, tag, value, to = message
-            for r in self.others(rank) if to is None else self.others(-1) if to == -1 else [to]:
-                self.send(r, ("post", tag, rank, value))
-        elif kind == "bye":
-            self.left.add(rank)
-            for r in self.others(rank):
-                self.send(r, ("bye", rank, *message[1:]))
-            for number, one in list(self.exchanges.items()):
-                if not one.failure:
-                    self.fail(number, self.why_gone(one))
-            if len(self.left) == self.control.size:
-                for r in self.others(-1):
-                    self.send(r, ("all left",))
-        elif kind == "alarm":
-            _, text, code, stacks = message
-            self.end_all(text, rank, code, 2 * PRINT_SECONDS, stacks)
+        match message:
+            case "enter", *entered:
+                self.enter(rank, *entered)
+            case "timeout", number, seconds, known:
+                one = self.exchanges.get(number)
+                if one is not None and not one.failure:
+                    what = f"exchange {one.entered[rank][2].what} timed out on rank {rank} after {seconds:g} s"
+                    self.fail(number, f"{what}. {self.where(one)}{known}")
+            case "post", tag, value, to:
+                for r in self.others(rank) if to is None else self.others(-1) if to == -1 else [to]:
+                    self.send(r, ("post", tag, rank, value))
+            case "bye", position:
+                self.left.add(rank)
+                for r in self.others(rank):
+                    self.send(r, ("bye", rank, position))
+                for number, one in list(self.exchanges.items()):
+                    if not one.failure:
+                        self.fail(number, self.why_gone(one))
+                if len(self.left) == self.control.size:
+                    for r in self.others(-1):
+                        self.send(r, ("all left",))
+            case "alarm", text, code, stacks:
+                self.end_all(text, rank, code, 2 * PRINT_SECONDS, stacks)
 
     def enter(self, rank: int, number: int, tag: str, value: Any, entry: Entry) -> None:
         one = self.exchanges.setdefault(number, Exchange())
@@ -101,19 +98,17 @@ class Hub:
             if self.left:
                 self.fail(number, self.why_gone(one))
             elif len({t for t, *_ in one.entered.values()}) > 1:
-                self.fail(number, self.mismatch(one))
+                self.fail(
+                    number,
+                    f"the ranks are in different calls. {self.where(one)} Every rank must make the same jaxdist calls "
+                    "in the same order: look for a call under `if rank == ...`, or loops of different length",
+                )
             elif len(one.entered) == self.control.size:
                 values = [one.entered[r][1] for r in range(self.control.size)]
                 for r in self.others(-1):
                     self.send(r, ("result", number, values))
         if len(one.entered.keys() | self.left) == self.control.size:
             self.exchanges.pop(number, None)
-
-    def mismatch(self, one: Exchange) -> str:
-        return (
-            f"the ranks are in different calls. {self.where(one)} Every rank must make the same jaxdist calls in the "
-            "same order: look for a call under `if rank == ...`, or loops of different length"
-        )
 
     def why_gone(self, one: Exchange) -> str:
         left = ", ".join(self.control.who(r) for r in sorted(self.left))
@@ -152,7 +147,6 @@ def lost(who: str, error: Exception) -> str:
             "this rank too"
         )
     return (
-        f"{who} died without a goodbye: killed by a signal, out of memory, a crash in native code, "
-        "or its network is gone (see its own output, and `dmesg` for the OOM killer). Ending this "
-        "rank too"
+        f"{who} died without a goodbye: killed by a signal, out of memory, a crash in native code, or its network is "
+        "gone (see its own output, and `dmesg` for the OOM killer). Ending this rank too"
     )

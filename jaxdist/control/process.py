@@ -26,7 +26,7 @@ class Process:
         self.rank = rank
         self._pid = os.getpid()
         self._held = self._quiet = False  # the main thread is about to end this process itself
-        self._reason = threading.Event()  # the others told this rank to end
+        self.told_to_end = threading.Event()  # by the others, who say that the job failed
 
     def is_owner(self) -> bool:
         """Whether the code runs in it, and not in a child that was forked off."""
@@ -46,15 +46,11 @@ class Process:
     @property
     def ending(self) -> bool:
         """Whether the job is known to have failed."""
-        return self.alarmed or self._reason.is_set()
+        return self.alarmed or self.told_to_end.is_set()
 
     def hold(self, *, quiet: bool = False) -> None:
         """Leave the end of this process to the caller, who has something to print first."""
         self._held, self._quiet = True, quiet
-
-    def told_to_end(self, seconds: float) -> bool:
-        """Whether, within this time, the others say that the job failed."""
-        return self._reason.wait(seconds)
 
     def end_because_of(self, message: str, pause: float, stacks: bool = False, code: int = 1) -> None:
         """Print why, and end this process soon; unless its main thread already sees to that."""
@@ -63,7 +59,7 @@ class Process:
         self.code = code
         if message and not self._quiet:
             self.say(message)
-        self._reason.set()
+        self.told_to_end.set()
         self.over.set()
         if self._held:
             return
@@ -79,7 +75,7 @@ class Process:
 
     def stay_if_ending(self) -> None:
         """Do not come back if another thread is about to end this process."""
-        while self._reason.is_set() and not self._held and self.is_owner():
+        while self.told_to_end.is_set() and not self._held and self.is_owner():
             time.sleep(3600)
 
     def depart(self, code: int, *, first: bool = False) -> NoReturn:

@@ -10,7 +10,6 @@ import socket
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from jaxdist.control.keys import is_loopback
 from jaxdist.control.wire import BUFFERED, RANK, ROOT, SECONDS, Link
 
 # Seconds without a sign of a host before it is taken for lost; in between the job's timeout.
@@ -27,6 +26,11 @@ class Member(NamedTuple):
 
 # What a rank holds after the rendezvous: the hub one link per other rank, the others {0: hub}; and who is there.
 Joined = tuple[dict[int, Link], list[Member]]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is written as a loopback address (no look-up: a name may map to 127.0.1.1)."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def loopback(host: str) -> str:
@@ -79,7 +83,16 @@ async def gather(server: socket.socket, size: int, key: bytes, timeout: float, a
         async with asyncio.timeout(timeout):
             await door.done
     except (TimeoutError, ValueError) as error:
-        why = error if isinstance(error, ValueError) else TimeoutError(door.missing(f"{timeout:g} s at {address}"))
+        why = error
+        if not isinstance(error, ValueError):
+            text = (
+                f"rank 0 waited {timeout:g} s at {address} and {len(door.links) + 1} of {size} ranks came; missing: "
+                f"{ranks_in_words([r for r in range(1, size) if r not in door.links])}. Were they started, did they "
+                "fail before init (see their output), and can they reach this address?"
+            )
+            if others := door.strangers:
+                text += f" {others} connection{'s' * (others > 1)} came without the secret of this job"
+            why = TimeoutError(text)
         for link in door.links.values():  # all who came hear why there will be no job
             link.send(why)
             link.close()
@@ -99,27 +112,16 @@ class _Door:
         self.links: dict[int, Link] = {}
         self.members = {0: Member(socket.gethostname(), os.getpid(), loopback("localhost"))}
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._strangers = 0
+        self.strangers = 0
         self._size, self._key, self._timeout = size, key, timeout
-
-    def missing(self, waited: str) -> str:
-        """Return the message that names the missing ranks."""
-        missing = ranks_in_words([r for r in range(1, self._size) if r not in self.links])
-        reason = (
-            f"rank 0 waited {waited} and {len(self.links) + 1} of {self._size} ranks came; missing: {missing}. Were "
-            "they started, did they fail before init (see their output), and can they reach this address?"
-        )
-        if others := self._strangers:
-            reason += f" {others} connection{'s' * (others > 1)} came without the secret of this job"
-        return reason
 
     async def let_in(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = Link(reader, writer)
-        self._strangers += 1
+        self.strangers += 1
         with contextlib.suppress(OSError, EOFError):  # TimeoutError is one
             async with asyncio.timeout(SECONDS):
                 if await link.proves(self._key, ROOT):
-                    self._strangers -= 1
+                    self.strangers -= 1
                     self._add(link, *await link.receive())
                     return
         link.close()
@@ -130,7 +132,19 @@ class _Door:
         if self.done.done():
             link.close()
             return
-        if problem := _problem(rank, size, member, self._size, self.members):
+        problem = ""
+        if size != self._size:
+            problem = (
+                f"rank {rank} ({member.host}, pid {member.pid}) was started with size {size}, rank 0 with size "
+                f"{self._size}: give every rank the same WORLD_SIZE"
+            )
+        elif rank in self.members or not 0 < rank < size:
+            other = self.members.get(rank, self.members[0])
+            problem = (
+                f"two processes claim rank {rank}: {other.host}, pid {other.pid} and {member.host}, pid {member.pid}. "
+                f"Give each its own RANK in 0..{size - 1}"
+            )
+        if problem:
             self.links[-1] = link
             self.done.set_exception(ValueError(problem))
             return
@@ -140,21 +154,6 @@ class _Door:
             self.members[0] = self.members[0]._replace(ip=ours)
         if len(self.links) == self._size - 1:
             self.done.set_result(None)
-
-
-def _problem(rank: int, their_size: int, member: Member, size: int, members: dict[int, Member]) -> str:
-    if their_size != size:
-        return (
-            f"rank {rank} ({member.host}, pid {member.pid}) was started with size "
-            f"{their_size}, rank 0 with size {size}: give every rank the same WORLD_SIZE"
-        )
-    if rank in members or not 0 < rank < size:
-        other = members.get(rank, members[0])
-        return (
-            f"two processes claim rank {rank}: {other.host}, pid {other.pid} and "
-            f"{member.host}, pid {member.pid}. Give each its own RANK in 0..{size - 1}"
-        )
-    return ""
 
 
 async def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: bytes, timeout: float) -> Joined:

@@ -14,7 +14,14 @@ from pathlib import Path
 def folder(prefix: str, within: str | None = None) -> Iterator[str]:
     """A new folder for this user alone, removed at the end; by default where temporary files are."""
     within = within or tempfile.gettempdir()
-    _remove_leftovers(within, prefix)
+    for path in Path(within).glob(f"{glob.escape(prefix)}*"):
+        with contextlib.suppress(OSError):
+            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
     path, lock = _locked(within, prefix)
     try:
         yield path
@@ -34,14 +41,3 @@ def _locked(within: str, prefix: str) -> tuple[str, int]:
             if Path(path).exists():
                 return path, lock
             os.close(lock)
-
-
-def _remove_leftovers(within: str, prefix: str) -> None:
-    for path in Path(within).glob(f"{glob.escape(prefix)}*"):
-        with contextlib.suppress(OSError):
-            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(lock)

@@ -60,19 +60,18 @@ class Text:
     split: str | None
 
     def __iter__(self) -> Iterator[str]:
+        size = -1 if self.split is None else 1 << 24
         for path in self.paths:
+            rest = ""
             try:
-                yield from filter(None, self._of(path))
+                with Path(path).open(encoding="utf-8-sig") as file:
+                    for text in iter(functools.partial(file.read, size), ""):
+                        *whole, rest = [text] if self.split is None else (rest + text).split(self.split)
+                        yield from filter(None, whole)
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path} is not UTF-8 ({error}): convert the file, or leave it out") from None
-
-    def _of(self, path: str) -> Iterator[str]:
-        rest, size = "", -1 if self.split is None else 1 << 24
-        with Path(path).open(encoding="utf-8-sig") as file:
-            for text in iter(functools.partial(file.read, size), ""):
-                *whole, rest = [text] if self.split is None else (rest + text).split(self.split)
-                yield from whole
-        yield rest
+            if rest:
+                yield rest
 
 
 class Documents:
@@ -243,7 +242,16 @@ def _write(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path, d
     with scratch.folder(f".{path.name}.jaxdist-", str(path.parent)) as folder:  # other jobs may write, too
         draft = Path(folder, path.name)
         draft.mkdir()
-        ends = _write_tokens(draft / _TOKENS, (_coded(i, encode(one), dtype) for i, one in enumerate(documents)), dtype)
+        # One array of NumPy's format, with room in its header for a longer shape.
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
+        ends, count = [], 0
+        with (draft / _TOKENS).open("wb") as out:
+            np.lib.format.write_array_header_1_0(out, header | {"shape": (0,)})
+            for i, document in enumerate(documents):
+                out.write((ids := _coded(i, encode(document), dtype)).tobytes())
+                ends.append(count := count + len(ids))
+            out.seek(0)
+            np.lib.format.write_array_header_1_0(out, header | {"shape": (count,)})
         np.save(draft / _ENDS, np.array(ends, np.int64))
         about["documents"] = len(ends)
         for name in (_TOKENS, _ENDS):
@@ -258,20 +266,6 @@ def _write(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path, d
             if not path.exists():
                 raise
             _compare(path, about)  # a different job was first
-
-
-def _write_tokens(file: Path, documents: Iterable[np.ndarray], dtype: np.dtype[Any]) -> list[int]:
-    """Write documents as one array of NumPy's format, and return the end of each."""
-    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
-    ends, count = [], 0
-    with file.open("wb") as out:
-        np.lib.format.write_array_header_1_0(out, header | {"shape": (0,)})
-        for ids in documents:
-            out.write(ids.tobytes())
-            ends.append(count := count + len(ids))
-        out.seek(0)  # NumPy leaves room for a longer shape
-        np.lib.format.write_array_header_1_0(out, header | {"shape": (count,)})
-    return ends
 
 
 def _coded(i: int, ids: Any, dtype: np.dtype[Any]) -> np.ndarray:

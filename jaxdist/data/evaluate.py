@@ -76,15 +76,11 @@ def _start(batches: Loader, ctx: Context) -> None:
         )
 
 
-def _fetch(x: Any) -> np.ndarray:
-    value = np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x)
-    wide = {"f": np.float64, "i": np.int64, "u": np.int64, "c": np.complex128}
-    return value.astype(wide[value.dtype.kind])
-
-
 def _add(total: Any, sums: Any) -> Any:
-    sums = jax.tree.map(_fetch, sums)
-    return sums if total is None else jax.tree.map(np.add, total, sums)
+    wide = {"f": np.float64, "i": np.int64, "u": np.int64, "c": np.complex128}
+    values = jax.tree.map(lambda x: np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x), sums)
+    values = jax.tree.map(lambda x: x.astype(wide[x.dtype.kind]), values)
+    return values if total is None else jax.tree.map(np.add, total, values)
 
 
 def _check(sums: Any, ctx: Context) -> None:

@@ -66,15 +66,11 @@ class Packed:
             raise IndexError(f"row {index} of {len(self)}")
         pieces = slice(self._rows[index], self._rows[index + 1])
         starts, sizes = self._starts[pieces], self._sizes[pieces]
-        row = {name: np.zeros(self._length, np.int32) for name in _NAMES}
-        tokens, segments, positions = row.values()
+        tokens, segments, positions = (np.zeros(self._length, np.int32) for _ in range(3))
         at = 0
         for i, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True), 1):
             end = at + size
             tokens[at:end] = self._documents.read(start, start + size)
             segments[at:end], positions[at:end] = i, np.arange(size)
             at = end
-        return row
-
-
-_NAMES = "tokens", "tokens_segment_ids", "tokens_positions"
+        return {"tokens": tokens, "tokens_segment_ids": segments, "tokens_positions": positions}

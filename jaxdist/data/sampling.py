@@ -56,9 +56,7 @@ class Sampling:
     def examples(self, epoch: int, position: int) -> np.ndarray:
         """Return the indices of this rank's examples of a batch."""
         rows = self.share.rows(self.size(position))
-        return self._order(epoch, np.arange(position + rows.start, position + rows.stop))
-
-    def _order(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        places = np.arange(position + rows.start, position + rows.stop)
         if not self.shuffle:
             return places
         if self.length <= EXACT:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -94,9 +94,8 @@ class Command:
     is_mpirun: bool = False
 
 
-def under_mpirun() -> list[str]:
-    """What the command line of a rank begins with that mpirun starts."""
-    return [sys.executable, "-I", "-S", "-c", _UNDER_MPIRUN]
+# What the command line of a rank begins with that mpirun starts.
+UNDER_MPIRUN = (sys.executable, "-I", "-S", "-c", _UNDER_MPIRUN)
 
 
 class Child:
@@ -112,10 +111,8 @@ class Child:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        assert self.process.stdout is not None
-        assert self.process.stderr is not None
         pipes = (self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr)
-        self.pumps = [Pump(source, target, command.line_filter, note) for source, target in pipes]
+        self.pumps = [Pump(source, target, command.line_filter, note) for source, target in pipes if source]
 
     def exit_code(self) -> int | None:
         """Return its exit code as a shell would, or None while it runs."""
@@ -146,12 +143,8 @@ class Child:
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to it and to what it has started, so far as that has not left its group."""
-        _send(os.killpg, self.process.pid, number)
-
-
-def _send(kill: Callable[[int, int], None], pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        kill(pid, number)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
 
 
 def end_sessions(leaders: Collection[Child]) -> None:
@@ -170,6 +163,7 @@ def end_sessions(leaders: Collection[Child]) -> None:
         told, give_up_at = set[int](), time.monotonic() + _LEFT_S
         while (pids := left()) and time.monotonic() < give_up_at:
             for pid in pids - told:
-                _send(os.kill, pid, number)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
             told |= pids
             time.sleep(0.02)

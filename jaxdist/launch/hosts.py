@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxdist.control.keys import is_loopback
+from jaxdist.control.rendezvous import is_loopback
 
 _FORMS = "`node1 slots=2` (Open MPI), `node1:2` (MPICH) or `node1` (one rank)"
 _LINE = re.compile(

@@ -20,6 +20,7 @@ from jaxdist.launch.output import say
 from jaxdist.launch.processes import Ended, Job
 
 Launcher = Literal["auto", "mpirun", "env"]  # who starts the ranks
+_THREADS = ("PJRT_NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def program_command(script: list[str]) -> list[str]:
@@ -62,13 +63,16 @@ def launch(
     prefix: bool = False,
 ) -> Ended:
     """Run a job to its end, from the main thread."""
+    # N processes with a thread per core each would fight for the cores. XLA's CPU client reads PJRT_NPROC, not
+    # OMP_NUM_THREADS. What the user has set stays.
+    threads = {} if size == 1 or (mpirun and hosts) else dict.fromkeys(_THREADS, str(max(1, cores() // size)))
     environment = {
         # For a debugger: mpirun does not read a terminal of which it is not the foreground job.
         **({"JAXDIST_TERMINAL": os.ttyname(0)} if os.isatty(0) and (not hosts or hosts[0].local) else {}),
         "JAXDIST_CONNECTOR": "env://" if mpirun is None else "mpi",
         # Python orders a set of strings anew in each process: a step that loops over one differs between ranks.
         "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
-        **({} if mpirun and hosts else _threads(size)),
+        **{name: number for name, number in threads.items() if name not in os.environ},
         **environment,
     }
     with scratch.folder("jaxdist-run-") as folder:
@@ -116,11 +120,3 @@ def _on_this_machine(command: list[str], size: int, environment: Mapping[str, st
         )
         for rank in range(size)
     ]
-
-
-def _threads(ranks: int) -> dict[str, str]:
-    """Shares the cores out: N processes with a thread per core each would fight for them."""
-    # XLA's CPU client reads PJRT_NPROC, not OMP_NUM_THREADS. What the user has set stays.
-    threads = str(max(1, cores() // ranks))
-    names = ("PJRT_NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    return {name: threads for name in names if name not in os.environ} if ranks > 1 else {}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from jaxdist.control.rendezvous import interfaces
-from jaxdist.launch.command import Command, under_mpirun
+from jaxdist.launch.command import UNDER_MPIRUN, Command
 from jaxdist.launch.hosts import Host, forwarded_variables
 
 Family = Literal["openmpi", "mpich", "unknown"]
@@ -27,6 +27,7 @@ OVERSUBSCRIBE_ENV: Mapping[str, str] = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
 }
+_TAG = re.compile(rb"^\[(?:[^\]\s]*,)?(\d+)\]<(?:stdout|stderr|stddiag)>: ?")
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,11 @@ class Mpirun:
                 settings |= {**OVERSUBSCRIBE_ENV, "PRTE_MCA_prte_tmpdir_base": folder}
         return Command(
             name="mpirun",
-            argv=[str(self.path), "-n", str(ranks), *options, *under_mpirun(), *program],
+            argv=[str(self.path), "-n", str(ranks), *options, *UNDER_MPIRUN, *program],
             environment={**settings, **given},
             is_mpirun=True,
-            line_filter=_short_tag if prefix else bytes,
+            # With the rank before each line in MPICH's way, where Open MPI has written its own.
+            line_filter=functools.partial(_TAG.sub, rb"[\1] ") if prefix else bytes,
             # Of its daemons on other hosts it has to take leave. Here its ranks end with it; and Linux would send a
             # SIGTERM for each of its threads, at the second of which Open MPI leaves its ranks alone.
             death_signal=signal.SIGTERM if hosts else signal.SIGKILL,
@@ -80,11 +82,9 @@ def cores() -> int:
 
 
 def _shared_network(hosts: Sequence[Host]) -> str | None:
-    """The smallest IPv4 network of this machine with all other hosts, such as "10.0.0.0/24"; None if there is none.
-
-    Open MPI uses every card that is up, and waits for ever for an answer from one that only looks the same on both
-    sides: Docker's bridge is 172.17.0.1 on every host.
-    """
+    """The smallest IPv4 network of this machine with all other hosts, such as "10.0.0.0/24"; None if there is none."""
+    # Open MPI uses every card that is up, and waits for ever for an answer from one that only looks the same on both
+    # sides: Docker's bridge is 172.17.0.1 on every host.
     if any(name.startswith("OMPI_MCA_btl_tcp_if_") for name in os.environ):  # the user has chosen
         return None
     try:
@@ -128,14 +128,7 @@ def find_mpirun() -> Mpirun | None:
     if done is None:
         return None
     text = done.stdout + done.stderr
-    family = family_of(text)
     number = re.search(r"Version:\s*(\S+)", text)  # hydra's first line is a title
-    return Mpirun(Path(path), family, f"MPICH (hydra) {number[1]}" if number else text.strip().partition("\n")[0])
-
-
-_TAG = re.compile(rb"^\[(?:[^\]\s]*,)?(\d+)\]<(?:stdout|stderr|stddiag)>: ?")
-
-
-def _short_tag(line: bytes) -> bytes:
-    """A line with the rank before it in MPICH's way, where Open MPI has written its own."""
-    return _TAG.sub(rb"[\1] ", line)
+    return Mpirun(
+        Path(path), family_of(text), f"MPICH (hydra) {number[1]}" if number else text.strip().partition("\n")[0]
+    )

@@ -4,7 +4,7 @@ import math
 import re
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxdist.launch.command import Child, Command, end_sessions
@@ -79,7 +79,14 @@ class Job:
                 child.send(signal.SIGKILL)
                 child.process.wait()
             pumps = [pump for child in self._children.values() for pump in child.pumps]
-            self._drain(pumps, patient=ended.code == 0)
+            begin = time.monotonic()
+
+            def waits(pump: Pump) -> bool:
+                unread = time.monotonic() < max(begin, pump.since) + _UNREAD_S
+                return pump.is_alive() and (unread or (ended.code == 0 and pump.writing))
+
+            while any(map(waits, pumps)) and not self._heard:  # the last lines, unless a signal says to stop
+                time.sleep(_LOOK_S)
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not one of Python's
         if self._cause and ended.failed:
@@ -136,17 +143,6 @@ class Job:
     def _send(self, number: signal.Signals) -> None:
         for child in self._running.values():
             child.send(number)
-
-    def _drain(self, pumps: Iterable[Pump], *, patient: bool) -> None:
-        """Let the last lines out, unless a signal says to stop."""
-        begin = time.monotonic()
-
-        def waits(pump: Pump) -> bool:
-            since = max(begin, pump.since)
-            return pump.is_alive() and ((patient and pump.writing) or time.monotonic() < since + _UNREAD_S)
-
-        while any(map(waits, pumps)) and not self._heard:
-            time.sleep(_LOOK_S)
 
     def _note(self, lines: bytes) -> bytes:
         """Return lines, without prterun's where more is known; note the first cause of a failure that they tell."""

@@ -75,7 +75,17 @@ def spawn(
     from jaxdist.launch.output import NOT_WRITTEN
     from jaxdist.launch.processes import ENDED_EARLY
 
-    _check(n)
+    if type(n) is not int or n < 1:
+        raise ValueError(f"spawn(fn, n={n!r}): expected a number of ranks, 1 or more")
+    context = started()
+    if (context is not None and context.size > 1) or connectors.choose() != "local":
+        raise RuntimeError(
+            "jaxdist.spawn starts a job, and this process is a rank of one already: call it in a process that no "
+            "launcher started. (Ranks import the module of the function: put the call under "
+            '`if __name__ == "__main__":`)'
+        )
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("jaxdist.spawn was called in another thread than the main one, where Ctrl-C does not arrive")
     with scratch.folder("jaxdist-spawn-") as name:
         folder = Path(name)
         _write_task(folder, fn, tuple(args), dict(kwargs or {}))
@@ -90,20 +100,6 @@ def spawn(
         if not ended.failed:  # a signal that came to this process, and went on to the ranks
             signal.raise_signal(ended.code - 128)
         raise _error(folder, ended.failed, ended.ending, n)
-
-
-def _check(n: int) -> None:
-    if type(n) is not int or n < 1:
-        raise ValueError(f"spawn(fn, n={n!r}): expected a number of ranks, 1 or more")
-    context = started()
-    if (context is not None and context.size > 1) or connectors.choose() != "local":
-        raise RuntimeError(
-            "jaxdist.spawn starts a job, and this process is a rank of one already: call it in a process that no "
-            "launcher started. (Ranks import the module of the function: put the call under "
-            '`if __name__ == "__main__":`)'
-        )
-    if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("jaxdist.spawn was called in another thread than the main one, where Ctrl-C does not arrive")
 
 
 def _write_task(folder: Path, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -163,17 +159,14 @@ def main(folder: str) -> None:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the parent shows it
-        _write_error(Path(folder, f"error of rank {os.environ['RANK']}"), error)
+        trace = error.__traceback__ and error.__traceback__.tb_next  # without `main`
+        try:
+            pickled = cloudpickle.dumps(error)
+        except Exception:
+            pickled = b""
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        said = pickle.dumps((in_words(error), text, pickled))
+        Path(folder, f"error of rank {os.environ['RANK']}").write_bytes(said)
         if ctx is not None and ctx.size > 1:
             failfast.end(ctx.control, error)
         sys.exit(1)
-
-
-def _write_error(path: Path, error: BaseException) -> None:
-    trace = error.__traceback__ and error.__traceback__.tb_next  # without `main`
-    try:
-        pickled = cloudpickle.dumps(error)
-    except Exception:
-        pickled = b""
-    text = "".join(traceback.format_exception(type(error), error, trace))
-    path.write_bytes(pickle.dumps((in_words(error), text, pickled)))

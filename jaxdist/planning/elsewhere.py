@@ -69,55 +69,35 @@ class Elsewhere:
         if not isinstance(step, DataParallel):
             raise TypeError(f"expected a step decorated with jaxdist.data_parallel, not {step!r}")
         self._levels, self._step = levels, step
-        self._programs: dict[Any, Needs] = {}
+        self.programs: dict[Any, Needs] = {}  # those compiled so far
         self.memory = self.topology.kind.usable
         devices, self.compiled_for, self.notes = _devices(self.topology)
         wanted = step.mesh if mesh is None else mesh
         given = None if wanted == AUTO else wanted
         sizes = dict(given.shape) if isinstance(given, Mesh) else given or {AXIS: -1}
-        self._mesh = mesh_of({AXIS: -1} if tuple(sizes) == (AXIS,) and mesh is None else sizes, devices, topology)
-        self._forecast: Forecast = step.forecast(self._mesh, self.topology.machine, args, {}, False)
+        first = mesh_of({AXIS: -1} if tuple(sizes) == (AXIS,) and mesh is None else sizes, devices, topology)
+        self.forecast: Forecast = step.forecast(first, self.topology.machine, args, {}, False)
         if wanted == AUTO:
-            on = lambda sizes: self.on(sizes)._forecast
-            self._mesh = fastest(on, self.meshes() or [{AXIS: -1}], self.topology.machine).mesh
-            self._forecast = self._forecast.on(self._mesh)
+            on = lambda sizes: self.on(sizes).forecast
+            self.forecast = on(fastest(on, self.meshes() or [{AXIS: -1}], self.topology.machine).mesh.shape)
 
     def on(self, mesh: Sizes) -> "Elsewhere":
         """Return the step on the same devices in a different mesh; both share compiled programs."""
         other = copy.copy(self)
-        other._mesh = mesh_of(mesh, list(self._mesh.devices.flat), self.topology)
-        other._forecast = self._forecast.on(other._mesh)
+        devices = list(self.forecast.mesh.devices.flat)
+        other.forecast = self.forecast.on(mesh_of(mesh, devices, self.topology))
         return other
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        """Return the axes and their sizes."""
-        return dict(self._mesh.shape)
-
-    @property
-    def repeats(self) -> bool:
-        """Check whether the model axis cuts nothing, so that all devices along it do the same."""
-        return self._forecast.repeats
 
     def meshes(self) -> list[dict[str, int]]:
         """Return the meshes to choose from (see `jaxdist.forecast.choice.meshes`)."""
-        return list(meshes(self.topology.devices, self.topology.per_host, self._forecast.batch))
+        return list(meshes(self.topology.devices, self.topology.per_host, self.forecast.batch))
 
     @property
     def in_host(self) -> int:
         """Return how many devices per host the data axis has, or 0 if all, one, or unequal."""
-        hosts = DeviceMap.of(self._mesh, self.topology.on).hosts_of_parts
+        hosts = DeviceMap.of(self.forecast.mesh, self.topology.on).hosts_of_parts
         size = on_each_host(hosts)
         return size if 1 < size < len(hosts) else 0
-
-    @property
-    def compilations(self) -> int:
-        """Return the number of compilations so far."""
-        return len(self._programs)
-
-    def emitted(self, level: int | None = None, shared: int | None = None) -> Ahead:
-        """Emit the step for these devices, as written or at a given level and group size."""
-        return self._forecast.ahead(level, shared)
 
     def compile(self, ahead: Ahead) -> Needs:
         """Compile a step and return its needs as XLA reports them."""
@@ -125,11 +105,11 @@ class Elsewhere:
         # Levels 1 and 2 are often one program, and its compilation is most of the time.
         lowered = ahead.program.lower()
         key = hashlib.sha256(lowered.as_text().encode()).digest(), ahead.arguments
-        if key not in self._programs:
+        if key not in self.programs:
             with _silence() if self.compiled_for == "cuda" else contextlib.nullcontext():
                 compiled = lowered.compile()
-            self._programs[key] = _read(compiled, ahead, self._mesh.size, self.compiled_for == "cpu")
-        return dataclasses.replace(self._programs[key], ahead=ahead, seconds=time.monotonic() - began)
+            self.programs[key] = _read(compiled, ahead, self.topology.devices, self.compiled_for == "cpu")
+        return dataclasses.replace(self.programs[key], ahead=ahead, seconds=time.monotonic() - began)
 
     def bound(self, ahead: Ahead) -> Needs:
         """Return lower bounds: arguments and results without temporaries; merged collectives."""
@@ -177,7 +157,7 @@ class Elsewhere:
                 overlapped = float(c.overlapped) if self.compiled_for == "cuda" else None
                 between, seconds = c.sent * machine.crossings(c.groups), c.seconds(machine)
                 traffic = Traffic(c.kind, c.times, c.times * c.bytes, c.sent, seconds, overlapped, between)
-                names = axes_of_groups(c.groups, ahead.program.placed.axes) if len(self._mesh.shape) > 1 else ()
+                names = axes_of_groups(c.groups, ahead.program.placed.axes) if len(self.forecast.mesh.shape) > 1 else ()
                 axis = "+".join(dict.fromkeys(AXIS if name == GROUP else name for name in names))
                 rows.setdefault((axis, c.kind), []).append(traffic)
         fits, shared = needs.peak <= self.memory, ahead.shared
@@ -199,14 +179,14 @@ class Elsewhere:
             )
             if self.compiled_for == "cpu":
                 self.note("XLA for CPUs makes no such copies; temporaries are at least their size")
-        pairs = zip(written.arguments, self._forecast.avals, strict=True)
+        pairs = zip(written.arguments, self.forecast.avals, strict=True)
         parameters = sum(math.prod(aval.shape) for x, aval in pairs if _kind(x) == "parameters")
-        batch = self._forecast.batch
+        batch = self.forecast.batch
         tokens = [x.size for x in batch if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.integer)]
         size = (tokens[0], "tokens") if tokens else (batch[0].shape[0] if batch else 0, "examples")
         return Plan(
             getattr(self._step, "__name__", "step"), self.topology, self.compiled_for, self.memory, parameters, size,
-            self.mesh, tuple(found), tuple(self.notes), **more,
+            dict(self.forecast.mesh.shape), tuple(found), tuple(self.notes), **more,
         )  # fmt: skip
 
 

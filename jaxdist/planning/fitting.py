@@ -1,4 +1,5 @@
-"""`fit`: find the ZeRO level, device groups and mesh with which a step fits, in the least time."""
+"""`plan`: bytes and collectives of a decorated step on hypothetical devices, and their overlap. `fit`: the ZeRO level,
+device groups and mesh with which it fits, in the least time."""
 
 import dataclasses
 import statistics
@@ -16,6 +17,55 @@ from jaxdist.planning.report import FRACTION, STATE, Candidate, Plan, duration
 
 _MOST = 10  # compilations, if there are several meshes
 _NAMED = 3  # candidates that a sentence names
+
+
+def plan(
+    step: Callable[..., Any],
+    *args: Any,
+    topology: str,
+    levels: Sequence[int] = LEVELS,
+    mesh: Sizes | None = None,
+) -> Plan:
+    """Compile a decorated step for other devices, and count its bytes and collectives. No array is created.
+
+    With `jax[cuda12]` installed, the program is the one that GPUs would run; no GPU is needed. Otherwise temporary
+    memory is an estimate, and overlap unknown. Times assume full speeds, so real times are longer.
+
+    Args:
+      step: a step decorated with `jaxdist.data_parallel` or `jaxdist.parallel`.
+      *args: arguments of the step: arrays or `jax.ShapeDtypeStruct`. The batch has the examples of all devices.
+      topology: ``"8xH100"`` for the devices of one host, or ``"8x8xH100"`` for hosts and devices of each. Kinds:
+        A100-40, A100-80, H100, H200, B200, cpu. Append speeds to change them: ``"8x8xH100,network=25e9"``.
+      levels: ZeRO levels to compare with the step's own.
+      mesh: the sizes of the axes, as for `jaxdist.parallel`; the step's own by default.
+
+    Returns:
+      The plan. ``print`` it, or use its `candidates`, `own`, and ``to_json()``. Sizes are in bytes, times in seconds.
+
+    Raises:
+      TypeError: `step` is not a decorated step.
+      ValueError: the topology or a level is invalid, the batch is empty, or the devices cannot form the mesh.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxdist
+      >>> step = jaxdist.data_parallel(lambda w, batch: w - jnp.mean(batch, 0))
+      >>> w, batch = jax.ShapeDtypeStruct((1000,), jnp.float32), jax.ShapeDtypeStruct((64, 1000), jnp.float32)
+      >>> jaxdist.plan(step, w, batch, topology="4xcpu").own.total.count  # one all-reduce
+      1
+
+    References:
+      Rajbhandari et al., *ZeRO*, arXiv 1910.02054, section 3.
+    """
+    there = Elsewhere(step, args, topology, levels, mesh)
+    written = there.forecast.ahead()
+    own = there.level_of(written)
+    found = []
+    for level in sorted({*there.others(written), own}, key=lambda level: -1 if level is None else level):
+        ahead = written if level == own else there.forecast.ahead(level)
+        found.append(there.candidate(there.compile(ahead), level, level == own))
+    if there.compiled_for == "cuda" and (large := [one.name for one in found if not one.fits]):
+        there.note(f"{', '.join(large)}: too large, so XLA schedules to save memory, not to overlap")
+    return there.plan(written, found)
 
 
 def fit(
@@ -55,13 +105,14 @@ def fit(
     auto = mesh == AUTO or (mesh is None and getattr(step, "mesh", None) == AUTO)
     there = Elsewhere(step, args, topology, levels, {AXIS: -1} if auto else mesh)
     if auto:
-        among = [one for on in map(there.on, there.meshes()) for one in _options(on, in_words(on.mesh))]
+        on_each = map(there.on, there.meshes())
+        among = [one for on in on_each for one in _options(on, in_words(on.forecast.mesh.shape))]
         if not among:
             raise ValueError(f"no mesh of {there.topology} divides the batch")
-        among = [one for one in among if not one.there.repeats] or among
+        among = [one for one in among if not one.there.forecast.repeats] or among
         candidates, left = _search(among)
     else:
-        among = _options(there, in_words(there.mesh) if mesh else "")
+        among = _options(there, in_words(there.forecast.mesh.shape) if mesh else "")
         candidates, left = [one.compile()[0] for one in among], []
         there.note("the number of microbatches and the use of jax.checkpoint are as in the step")
     if there.compiled_for != "cuda":
@@ -89,13 +140,13 @@ class _Option:
 
 def _options(there: Elsewhere, mesh: str) -> list[_Option]:
     """Return the step as written, and at each other level and group size; emitted, not compiled."""
-    as_written = there.emitted()
+    as_written = there.forecast.ahead()
     own = there.level_of(as_written), as_written.shared
-    levels = there.others(as_written) if there.mesh.get(AXIS, 1) > 1 else []
+    levels = there.others(as_written) if there.forecast.mesh.shape.get(AXIS, 1) > 1 else []
     wanted = {(level, shared) for level in levels for shared in ({0, there.in_host} if level else {0})}
     found = []
     for level, shared in sorted({own, *wanted}, key=lambda one: (-1 if one[0] is None else one[0], one[1])):
-        ahead = as_written if (level, shared) == own else there.emitted(level, shared)
+        ahead = as_written if (level, shared) == own else there.forecast.ahead(level, shared)
         found.append(_Option(there, ahead, there.candidate(there.bound(ahead), level, (level, shared) == own, mesh)))
     return found
 
@@ -113,8 +164,8 @@ def _search(among: Sequence[_Option]) -> tuple[list[Candidate], list[Candidate]]
         more = statistics.median(known) * among[i].ahead.held_at_once if known else 0
         return order(found[i].seconds, found[i].peak + more, found[i].peak, there.memory)
 
-    before = there.compilations
-    while waiting and there.compilations - before < _MOST:
+    before = len(there.programs)
+    while waiting and len(there.programs) - before < _MOST:
         i = min(waiting, key=turn)
         waiting.remove(i)
         found[i], ratios[i] = among[i].compile()
@@ -135,7 +186,8 @@ def _shown(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _why(plan: Plan, chosen: Candidate) -> str:
     if len(plan.candidates) == 1:
         return f"{chosen.name} fits, and there is nothing to choose from"
-    faster = sorted((one for one in plan.candidates if one.seconds < chosen.seconds and one.fits is False), key=_slow)
+    faster = [one for one in plan.candidates if one.seconds < chosen.seconds and one.fits is False]
+    faster.sort(key=lambda one: one.seconds, reverse=True)
     if not faster:
         return f"{chosen.name} fits, and none takes less time"
     lacks = ", ".join(
@@ -145,14 +197,10 @@ def _why(plan: Plan, chosen: Candidate) -> str:
     return f"{chosen.name} takes the least time of those that fit; faster ones are too large: {lacks}{more}"
 
 
-def _slow(one: Candidate) -> float:
-    return -one.seconds
-
-
 def _left(left: Sequence[Candidate]) -> str:
     if not left:
         return ""
-    least = max(left, key=_slow)
+    least = min(left, key=lambda one: one.seconds)
     return (
         f"; after {_MOST} compilations {len(left)} candidates that may be faster were not compiled, the fastest being "
         f"{least.name} (at least {duration(least.seconds)})"

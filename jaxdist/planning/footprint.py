@@ -1,5 +1,6 @@
 """The memory that a device needs for a state, by kind."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -35,9 +36,8 @@ class Memory:
     @property
     def total(self) -> Row:
         """Return the sum of the rows."""
-        columns = zip(*((r.leaves, r.whole, r.device, r.replicated, r.padding, r.host) for r in self.rows), strict=True)
-        leaves, whole, device, replicated, padding, host = map(sum, columns) if self.rows else (0,) * 6
-        return Row("total", leaves, whole, device, replicated, padding, host)
+        names = [field.name for field in dataclasses.fields(Row) if field.name != "kind"]
+        return Row("total", *(sum(getattr(row, name) for row in self.rows) for name in names))
 
     def __str__(self) -> str:
         table = Table(title="bytes on one device")

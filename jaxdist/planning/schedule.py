@@ -4,10 +4,9 @@ In a scheduled program, XLA writes an asynchronous collective as two operations,
 ``-done``. The operations between the two run while the bytes are sent.
 """
 
+import math
 import re
 from collections.abc import Iterator
-
-import numpy as np
 
 from jaxdist.ir.compiled import Computations, Instruction, computations
 from jaxdist.ir.wire import Collective
@@ -17,7 +16,6 @@ _FREE = {
     "add-dependency", "after-all", "bitcast", "constant", "copy", "copy-done", "copy-start", "get-tuple-element",
     "iota", "opt-barrier", "parameter", "partition-id", "replica-id", "tuple",
 }  # fmt: skip
-_BITS = re.compile(r"\d+")
 
 
 def collectives(text: str, devices: int) -> list[Collective]:
@@ -73,9 +71,9 @@ def _moved(type_: str, kind: str, started: bool) -> tuple[int, str]:
     arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", " ".join(parts))
     size = 0
     for dtype, dims in arrays:
-        bits = _BITS.search(dtype)
+        bits = re.search(r"\d+", dtype)
         width = int(bits[0]) if bits else 8
-        size += -(-width * int(np.prod([int(n) for n in dims.split(",") if n], dtype=np.int64)) // 8)
+        size += -(-width * math.prod(int(n) for n in dims.split(",") if n) // 8)
     return size, "+".join(dict.fromkeys(dtype for dtype, _ in arrays))
 
 

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any
 
 
 def alone(wanted: str, devices: int) -> str:
@@ -12,66 +11,62 @@ def alone(wanted: str, devices: int) -> str:
         return "xla"
     if devices > 1:
         raise ValueError(
-            f"communicator 'mpi' moves arrays between processes, and this is one process with "
-            f"{devices} devices: use communicator 'xla', or start with "
-            f"mpirun -np {devices}"
+            f"communicator 'mpi' moves arrays between processes, and this is one process with {devices} devices: use "
+            f"communicator 'xla', or start with mpirun -np {devices}"
         )
-    problem = _mpi_problem(1)
-    if problem:
-        raise (ImportError if "Install" in problem else ValueError)(f"communicator 'mpi': {problem}")
+    if problem := _mpi_problem(1):
+        raise type(problem)(f"communicator 'mpi': {problem}")
     return "mpi"
 
 
 ONE_EACH = "it moves arrays between processes of one device each. Use communicator 'xla', or one process per device"
 
 
-def several(size: int, connector: str, wanted: str, platform: str, devices: int | None = None) -> tuple[str, str]:
-    """That of several processes; never raises, so that all ranks compare."""
+def several(
+    size: int, connector: str, wanted: str, platform: str, devices: int | None = None
+) -> tuple[str, Exception | None]:
+    """That of several processes, and why it is not "mpi"; never raises, so that all ranks compare."""
     if wanted == "xla" or (wanted == "auto" and platform == "gpu"):
-        return "xla", ""
+        return "xla", None
     if wanted == "auto":
         # Only where an MPI launcher is: elsewhere MPI_Init may abort the process.
         pmi = any(name in os.environ for name in ("PMIX_RANK", "PMI_RANK"))
         if connector != "mpi" and not (connector == "slurm" and pmi):
-            return "xla", ""
-    problem = ONE_EACH if (devices or 1) > 1 else _mpi_problem(size)
-    return ("xla", problem) if problem else ("mpi", "")
+            return "xla", None
+    problem = ValueError(ONE_EACH) if (devices or 1) > 1 else _mpi_problem(size)
+    return "xla" if problem else "mpi", problem
 
 
-def _mpi_problem(size: int) -> str:
-    """Why communicator "mpi" can't work here, or ""."""
+def _mpi_problem(size: int) -> ImportError | ValueError | None:
+    """Why communicator "mpi" can't work here, if it can't."""
     from jaxdist.connectors import site
     from jaxdist.connectors.mpi import load
 
     for module in ("mpi4py", "mpi4jax"):
         if importlib.util.find_spec(module) is None:
-            return f"{module} is not installed. Install: {site.install()}"
+            return ImportError(f"{module} is not installed. Install: {site.install()}")
     try:
         mpi = load()
     except ImportError as error:
-        return str(error)
+        return error
     if mpi.COMM_WORLD.size != size:
-        return (
+        return ValueError(
             f"MPI's world has {mpi.COMM_WORLD.size} processes, the job has {size}: start the "
             f"script with `mpirun -np {size}` (or srun --mpi=...), or use communicator 'xla'"
         )
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:  # XLA's threads call it while the script may
-        return (
+        return ValueError(
             "MPI was initialised to be called by one thread at a time: leave mpi4py.rc.threads and "
             "mpi4py.rc.thread_level as they are (\"multiple\"), or use communicator 'xla'"
         )
-    built, loaded = _mpi4jax_built_for(), _mpi_family(mpi)
+    built, loaded = _mpi4jax_built_for(), "Open MPI" if "Open MPI" in mpi.Get_library_version() else "MPICH"
     if built and built != loaded:
         rebuild = site.rebuild_mpi4jax(site.loaded() or "")
-        return (
+        return ValueError(
             f"mpi4jax was compiled for {built}, this process runs under {loaded}. Use "
             f"communicator 'xla', or rebuild it with the mpicc of that MPI: {rebuild}"
         )
-    return ""
-
-
-def _mpi_family(mpi: Any) -> str:
-    return "Open MPI" if "Open MPI" in mpi.Get_library_version() else "MPICH"
+    return None
 
 
 def _mpi4jax_built_for() -> str | None:

@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 import jax
 from jaxlib.version import __version__ as jaxlib_version
+
+from jaxdist.extras import version
 
 # Settings of JAX on which it depends what a program computes, or how it is compiled; as far as a version has them.
 _SETTINGS = (
@@ -21,7 +22,8 @@ _HARMLESS = re.compile(r"dump|_dir$|^--xla_force_host_platform_device_count$")
 
 def facts(xla_flags: str) -> dict[str, str]:
     """Those of this process, by name."""
-    found = {"jaxdist": _version("jaxdist"), "jax": jax.__version__, "jaxlib": jaxlib_version, **settings()}
+    own = version("jaxdist") or "of a folder"
+    found = {"jaxdist": own, "jax": jax.__version__, "jaxlib": jaxlib_version, **settings()}
     for word in xla_flags.split():
         name, _, value = word.partition("=")
         if not _HARMLESS.search(name):
@@ -32,13 +34,6 @@ def facts(xla_flags: str) -> dict[str, str]:
 def settings() -> dict[str, str]:
     """The settings of JAX on which programs depend, as they are now in this thread."""
     return {name: str(getattr(jax.config, name)) for name in _SETTINGS if hasattr(jax.config, name)}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # a folder on PYTHONPATH
-        return "of a folder"
 
 
 def check_same(every: Sequence[Mapping[str, str]], who: Callable[[int], str]) -> None:

@@ -21,7 +21,7 @@ from jaxdist.control import failfast
 from jaxdist.control.channel import Control
 from jaxdist.control.watchdog import Watchdog
 from jaxdist.device_map import DeviceMap
-from jaxdist.machine import Kind, Machine, kind_of
+from jaxdist.machine import Machine, kind_of
 from jaxdist.mesh import AXIS, Sizes, mesh_of
 from jaxdist.runtime import farewell, start
 from jaxdist.runtime.devices import number_asked
@@ -60,21 +60,17 @@ class Context:
       (True, 0, ('data',))
     """
 
-    def __init__(self, connector: Connector, control: Control, timeout: float = TIMEOUT):
-        self.connector = connector
-        self.control = control
-        self.timeout = timeout
-        self.watchdog = Watchdog(control, timeout)
+    def __init__(
+        self, connector: Connector, control: Control, watchdog: Watchdog, timeout: float, found: start.Started,
+        rules: Rules | None,
+    ):  # fmt: skip
+        self.connector, self.control, self.watchdog, self.timeout = connector, control, watchdog, timeout
         self.rank, self.size = connector.rank, connector.size
         self.local_rank, self.local_size = connector.local_rank, connector.local_size
         self.is_root = self.rank == 0
-        self.communicator = "xla"
-        self.rules: Rules | None = None
-        self.devices: list[Any] = []
-        self.hosts: tuple[str, ...] = ()
-        self.num_devices = 0
-        self.mesh: Mesh
-        self.kind: Kind
+        self.devices, self.hosts, self.mesh, self.communicator, self.kind = found
+        self.num_devices = len(self.devices)
+        self.rules = rules
         self.divided: dict[int, None] = {}  # rows of the batches of which ranks have passed parts, the last one last
         self._parts: dict[Any, Any] = {}
 
@@ -167,9 +163,8 @@ class Context:
 
     def __repr__(self) -> str:
         return (
-            f"Context(rank={self.rank}, size={self.size}, local_rank={self.local_rank}, "
-            f"local_size={self.local_size}, num_devices={self.num_devices}, "
-            f"connector={self.connector.name!r}, communicator={self.communicator!r})"
+            f"Context(rank={self.rank}, size={self.size}, local_rank={self.local_rank}, local_size={self.local_size}, "
+            f"num_devices={self.num_devices}, connector={self.connector.name!r}, communicator={self.communicator!r})"
         )
 
 
@@ -239,16 +234,14 @@ def init(
         found = connectors.connect(connector, timeout=timeout, rank=rank, size=size)
         with contextlib.suppress(KeyError, OSError):  # no `jaxdist run`, or on another host
             Path(os.environ["JAXDIST_JOB"], "joined").touch()
-        ctx = Context(found, start.control_of(found, timeout), timeout)
-        failfast.install(ctx.control)  # from here on, a failure of one rank ends the job
-        ctx.devices, ctx.hosts, ctx.mesh, ctx.communicator, ctx.kind = start.jax_started(
-            found, ctx.control, wanted, timeout, number, devices_wanted
-        )
-        ctx.num_devices = len(ctx.devices)
-        ctx.rules = None if isinstance(communicator, str) else communicator
-        farewell.install(ctx.control, ctx.watchdog, timeout)
-        _context, _requested = ctx, requested
-        return ctx
+        control = start.control_of(found, timeout)
+        watchdog = Watchdog(control, timeout)
+        failfast.install(control)  # from here on, a failure of one rank ends the job
+        on_all = start.jax_started(found, control, wanted, timeout, number, devices_wanted)
+        rules = None if isinstance(communicator, str) else communicator
+        _context, _requested = Context(found, control, watchdog, timeout, on_all, rules), requested
+        farewell.install(control, watchdog, timeout)
+        return _context
 
 
 def divides(context: Context, *totals: int) -> None:

@@ -7,6 +7,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
+
+from jaxdist import compat
+from jaxdist.control.channel import Control
+
+_MOST = 1024  # lanes or devices
+_CUDA_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13", "jax_plugins.xla_cuda14")
+
 
 class Resources(NamedTuple):
     """What one process sees of its host; exchanged before any backend starts."""
@@ -41,18 +49,8 @@ def wanted_platform(jax_platforms: str | None, gpus: Sequence[str]) -> str:
     """ "gpu" or "cpu": what JAX will choose, found without starting a backend."""
     if jax_platforms:
         return "gpu" if jax_platforms.split(",")[0] in ("gpu", "cuda", "rocm") else "cpu"
-    return "gpu" if gpus and cuda_plugin() else "cpu"
-
-
-def cuda_plugin() -> bool:
-    """Whether a CUDA plugin of JAX is installed."""
-    if importlib.util.find_spec("jax_plugins") is None:
-        return False
-    names = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13", "jax_plugins.xla_cuda14")
-    return any(importlib.util.find_spec(name) is not None for name in names)
-
-
-_MOST = 1024
+    plugins = _CUDA_PLUGINS if gpus and importlib.util.find_spec("jax_plugins") else ()
+    return "gpu" if any(map(importlib.util.find_spec, plugins)) else "cpu"
 
 
 def number_asked(what: str, given: int | None) -> int | None:
@@ -110,3 +108,39 @@ def too_late(rank: int) -> RuntimeError:
         "have lanes. Call jaxdist.init first: before jax.distributed.initialize, jax.devices(), "
         "jax.random.key(), any jnp array or jitted call (also those at the top of imported modules)"
     )
+
+
+# --- lanes: the devices of a job whose bits do not depend on the number of its processes
+
+
+def check_lanes(control: Control, lanes: int | None, platform: str, wanted: str) -> None:
+    """Refuse lanes that can't be."""
+    rank, size = control.rank, control.size
+    if lanes is None:
+        return
+    if platform != "cpu":
+        raise ValueError(
+            f"rank {rank}: lanes={lanes} are CPU devices, and this job would run on GPUs, where a process has one. "
+            "Set JAX_PLATFORMS=cpu, or leave lanes out: the same number of GPUs gives the same sums"
+        )
+    if lanes % size:
+        raise ValueError(
+            f"rank {rank}: {size} processes for lanes={lanes}: they share the lanes out evenly, so the number of "
+            f"processes has to divide {lanes}"
+        )
+    if wanted == "mpi":
+        raise ValueError(
+            f"rank {rank}: communicator 'mpi' adds up in MPI's order, which depends on the number of processes. With "
+            "lanes use communicator 'xla' (or leave it out)"
+        )
+
+
+def start_lanes(control: Control, lanes: int) -> None:
+    """Have this process's lanes as its devices; before the backend starts."""
+    # As many threads for XLA on each process, however many cores it has: XLA divides a program's work by the number of
+    # threads (`_set_up_cpus`), and sums over the rows of a tall array had other bits with another number.
+    if compat.backend_started():
+        raise too_late(control.rank)
+    jax.config.update("jax_num_cpu_devices", lanes // control.size)
+    jax.config.update("jax_platforms", "cpu")
+    os.environ["PJRT_NPROC"] = str(lanes)

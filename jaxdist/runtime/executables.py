@@ -91,7 +91,9 @@ class Executables:
         made = _ALONE
         try:
             executable = compile_(portable if handles else program)
-            made = _serialized(executable)
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # not every one can be serialized
+                text = executable.serialize()
+                made = text if len(text) <= _MOST else _ALONE
         finally:
             self._control.post(_PROGRAM, (key, made, ""), to=0)  # the others wait for it
         return executable if not handles else _loaded(made, program, handles) or compile_(program)
@@ -149,11 +151,3 @@ def processor() -> bytes:
         return platform.platform().encode()
     names = ("vendor_id", "model name", "flags", "Features", "CPU implementer", "CPU part")
     return "\n".join(line for line in first if line.startswith(names)).encode()
-
-
-def _serialized(executable: Any) -> bytes:
-    try:
-        made = executable.serialize()
-    except jax.errors.JaxRuntimeError:  # not every one can be
-        return _ALONE
-    return made if len(made) <= _MOST else _ALONE

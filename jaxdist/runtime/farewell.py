@@ -29,21 +29,17 @@ def install(control: Control, watchdog: Watchdog, timeout: float) -> None:
             )
         control.hold()  # the main thread ends this process
         control.close()
-        _wait_for_all(control, watchdog, timeout)
+        # Until every rank has said goodbye, or the job has failed. It is said where those are that keep the others.
+        start, turns = time.monotonic(), 0
+        while not control.over.wait(timeout):
+            turns += 1
+            left = {control.rank, *control.left}
+            where = watchdog.whereabouts([r for r in range(control.size) if r not in left])
+            if min(left) == control.rank and turns.bit_count() == 1 and not control.over.is_set():  # 1, 2, 4, 8, ...
+                waited = f"its script is over, and it has waited for {time.monotonic() - start:.0f} s for the others"
+                control.say(f"{waited}: {where or 'they are in a step'}")
         if control.ending:
             time.sleep(_OTHERS_SECONDS)  # they may be in a collective with this one, and say more than that it broke
             control.depart(control.code)
 
     atexit.register(end)
-
-
-def _wait_for_all(control: Control, watchdog: Watchdog, timeout: float) -> None:
-    """Until every rank has said goodbye, or the job has failed. It is said where those are that keep the others."""
-    start, turns = time.monotonic(), 0
-    while not control.over.wait(timeout):
-        turns += 1
-        left = {control.rank, *control.left}
-        where = watchdog.whereabouts([r for r in range(control.size) if r not in left])
-        if min(left) == control.rank and turns.bit_count() == 1 and not control.over.is_set():  # 1, 2, 4, 8, ...
-            waited = f"its script is over, and it has waited for {time.monotonic() - start:.0f} s for the others"
-            control.say(f"{waited}: {where or 'they are in a step'}")

@@ -22,11 +22,7 @@ _connected: set[tuple[Any, ...]] = set()
 
 
 def connect(mesh: Mesh, names: Sequence[str]) -> None:
-    """A first sum between the processes along some axes, when all are here: for connecting them gloo gives them 30 s to
-    come.
-
-    (A constant in XLA. The later collectives wait for half an hour.)
-    """
+    """A first sum between the processes along some axes, when all are here: gloo gives them 30 s to come (in XLA)."""
     between = tuple(device.id for device in mesh.devices.flat), *(names if len(mesh.axis_names) > 1 else ())
     if between in _connected:
         return

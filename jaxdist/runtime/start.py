@@ -17,10 +17,9 @@ from jaxdist import compat
 from jaxdist.connectors import Connector
 from jaxdist.control import rendezvous
 from jaxdist.control.channel import Control
-from jaxdist.control.keys import is_loopback
 from jaxdist.machine import Kind, asked_for, kind_of
 from jaxdist.mesh import AXIS, mesh_of
-from jaxdist.runtime import communicator_of, compiler, devices, executables, gloo, in_lanes
+from jaxdist.runtime import communicator_of, compiler, devices, executables, gloo
 
 _log = logging.getLogger("jaxdist")
 
@@ -36,7 +35,7 @@ class _Told(NamedTuple):
     resources: devices.Resources
     facts: dict[str, str]  # of what makes its programs
     communicator: str
-    problem: str  # why it is not "mpi"
+    problem: Exception | None  # why it is not "mpi"
     over_gloo: bool  # and nothing has begun that would not know of it
     processor: bytes
     threads: int  # of XLA that its environment asks for; 0: it does not
@@ -89,7 +88,10 @@ def jax_started(
     local_ids = devices.choose_gpus(resources, control.rank, own.devices) if is_gpu else None
     _start_distributed(control, local_ids, timeout)
     if own.over_gloo:
-        compat.gloo_at(_reachable_ip(control))
+        members = control.members
+        own_ip = members[control.rank].ip
+        # A rank beside the root talked to it over loopback: others reach both at the root's address.
+        compat.gloo_at(members[0].ip if rendezvous.is_loopback(own_ip) else own_ip)
     found = _devices_of_all(control)
     if communicator == "mpi" and len(found) > control.size:
         raise ValueError(f"rank {control.rank}: communicator 'mpi': {communicator_of.ONE_EACH}")
@@ -119,33 +121,29 @@ def _told_by_this_rank(
         raise devices.too_late(control.rank)
     gpus = devices.visible_gpus()
     platform = devices.wanted_platform(compat.platforms_asked(), gpus)
+    threads = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC", "")
     return _Told(
         devices.Resources(socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))), gpus, platform),
         compiler.facts(os.environ.get("XLA_FLAGS", "")) | {"platform": platform, "lanes": str(lanes)},
         *communicator_of.several(control.size, connector.name, "xla" if lanes else wanted, platform, devices_wanted),
         platform == "cpu" and not compat.backend_started(),
         executables.processor(),
-        _threads_asked(),
+        int(threads) if threads.isdecimal() else 0,
         asked_for(platform),
         lanes,
         devices_wanted,
     )
 
 
-def _threads_asked() -> int:
-    asked = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC", "")
-    return int(asked) if asked.isdecimal() else 0
-
-
 def _agreed(connector: Connector, control: Control, told: list[_Told], wanted: str) -> str:
     """The communicator of all ranks, which are alike in all that they have to be alike in."""
     mine = told[control.rank]
     compiler.check_same([each.facts for each in told], control.who)
-    in_lanes.check(control, mine.lanes, mine.resources.platform, wanted)
+    devices.check_lanes(control, mine.lanes, mine.resources.platform, wanted)
     errors = [(r, each.problem) for r, each in enumerate(told) if each.problem]
     if errors and wanted != "auto":
-        kind = ImportError if "Install" in errors[0][1] else ValueError
-        raise kind(f"communicator 'mpi' on rank {errors[0][0]}: {errors[0][1]}")
+        rank, problem = errors[0]
+        raise type(problem)(f"communicator 'mpi' on rank {rank}: {problem}")
     if errors and control.rank == 0 and connector.name == "mpi":  # right, but slower than what the launcher suggests
         _log.warning("arrays move over gloo, not over MPI: %s. (JAXDIST_COMMUNICATOR=xla silences this)", errors[0][1])
     if {each.communicator for each in told} == {"mpi"}:
@@ -156,7 +154,7 @@ def _agreed(connector: Connector, control: Control, told: list[_Told], wanted: s
 def _set_up_cpus(control: Control, told: list[_Told], communicator: str) -> None:
     mine = told[control.rank]
     if mine.lanes:
-        in_lanes.start(control, mine.lanes)
+        devices.start_lanes(control, mine.lanes)
     else:
         jax.config.update("jax_num_cpu_devices", mine.devices or 1)  # whatever XLA_FLAGS asks for
         if communicator == "xla":
@@ -189,8 +187,8 @@ def _devices_of_all(control: Control) -> list[Any]:
 def _alone(control: Control, wanted: str, lanes: int | None, devices_wanted: int | None) -> Started:
     if lanes:
         platform = devices.wanted_platform(compat.platforms_asked(), devices.visible_gpus())
-        in_lanes.check(control, lanes, platform, wanted)
-        in_lanes.start(control, lanes)
+        devices.check_lanes(control, lanes, platform, wanted)
+        devices.start_lanes(control, lanes)
     elif devices_wanted and not compat.backend_started():
         jax.config.update("jax_num_cpu_devices", devices_wanted)
     found = list(jax.local_devices())
@@ -212,7 +210,13 @@ def _start_distributed(control: Control, local_ids: list[int] | None, timeout: f
             "{} of {}; leave that to jaxdist.init".format(*compat.distributed_ids())
         )
     compat.quiet_distributed()
-    address = control.exchange("coordinator", _free_address(control) if rank == 0 else None, timeout)[0]
+    address = ""
+    if rank == 0:  # on the loopback address of one host, else on the network of the job
+        ip = "127.0.0.1" if _one_host(control) else control.members[0].ip
+        with rendezvous.bind(ip, [0]) as probe:
+            port = probe.getsockname()[1]
+        address = f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+    address = control.exchange("coordinator", address, timeout)[0]
     # gRPC would go through the proxy of the environment, also to this host.
     past, no_proxy = "no_grpc_proxy", os.environ.get("no_proxy")
     here = address.rpartition(":")[0].strip("[]")
@@ -231,14 +235,6 @@ def _start_distributed(control: Control, local_ids: list[int] | None, timeout: f
     )
 
 
-def _free_address(control: Control) -> str:
-    """Where JAX's coordinator is to listen: on the loopback address of one host, else on the network of the job."""
-    ip = "127.0.0.1" if _one_host(control) else control.members[0].ip
-    with rendezvous.bind(ip, [0]) as probe:
-        port = probe.getsockname()[1]
-    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
-
-
 def _await_listener(address: str, seconds: float) -> None:
     """Wait until someone listens there: gRPC tries again after a second or two, and every rank waits for that one."""
     ip, _, port = address.rpartition(":")
@@ -250,11 +246,4 @@ def _await_listener(address: str, seconds: float) -> None:
 
 
 def _one_host(control: Control) -> bool:
-    return all(is_loopback(m.ip) for m in control.members)
-
-
-def _reachable_ip(control: Control) -> str:
-    members = control.members
-    ip = members[control.rank].ip
-    # A rank beside the root talked to it over loopback: others reach both at the root's address.
-    return members[0].ip if is_loopback(ip) else ip
+    return all(rendezvous.is_loopback(m.ip) for m in control.members)

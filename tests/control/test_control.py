@@ -121,10 +121,8 @@ def test_a_job_goes_on_bit_for_bit_whatever_strangers_send(tmp_path: Path) -> No
 
 
 def joining(rank: int, url: str, env: Mapping[str, str | None], size: int = 2, timeout: str = "30") -> jobs.Job:
-    made = jobs.Job()
     command = [sys.executable, SCRIPT, "joins", url, str(rank), str(size)]
-    made.start(command, {**env, "JAXDIST_TIMEOUT": timeout})
-    return made
+    return jobs.Job().start(command, {**env, "JAXDIST_TIMEOUT": timeout})
 
 
 @pytest.mark.slow
@@ -226,8 +224,7 @@ def test_one_rank_claimed_twice_and_other_sizes_are_refused(
 
 @pytest.mark.slow
 def test_a_home_that_can_keep_no_secret_is_an_error_that_says_what_to_set(tmp_path: Path) -> None:
-    made = jobs.Job()
-    made.start([sys.executable, SCRIPT, "homes"], {"HOME": str(tmp_path), "JAXDIST_SECRET": None})
+    made = jobs.Job().start([sys.executable, SCRIPT, "homes"], {"HOME": str(tmp_path), "JAXDIST_SECRET": None})
     lines = made.end(60).stdout.splitlines()
     assert len(lines) == 3, lines
     assert all(line.startswith("REFUSED") and "JAXDIST_SECRET" in line for line in lines)
@@ -236,6 +233,6 @@ def test_a_home_that_can_keep_no_secret_is_an_error_that_says_what_to_set(tmp_pa
 
 @pytest.mark.slow
 def test_who_has_heard_that_calls_differ_waits_in_the_next_one_for_who_has_not(tmp_path: Path) -> None:
-    for result in jobs.spawn_env(3, [SCRIPT, "mixes", str(tmp_path)]):
+    for result in jobs.launch("hand", 3, [SCRIPT, "mixes", str(tmp_path)]).finish():
         assert result.returncode == 0, result.output
         assert missing(("TOLD", "different calls", "rank 0 at 'broadcast'", "barrier", "MET"), result.stdout) == []

@@ -63,7 +63,7 @@ def test_two_ranks(jaxdist: Jaxdist, tmp_path: Path) -> None:
 @pytest.mark.mpi
 def test_as_the_readme_has_it(tmp_path: Path) -> None:
     """But for the ranks, the epochs and the folder of its logs: ``mpirun -np 8 python examples/mnist.py``."""
-    done = jobs.start_mpirun(3, [str(SCRIPT), "--epochs", "1", "--log-dir", str(tmp_path)]).end(300)
+    done = jobs.launch("mpirun", 3, [str(SCRIPT), "--epochs", "1", "--log-dir", str(tmp_path)]).end(300)
     assert done.returncode == 0, done.output
     assert final(done.stdout)[1:] == (1, 3, "mpi")
 

@@ -3,9 +3,11 @@
 import io
 import signal
 import sys
+from collections.abc import Iterable
 from importlib.metadata import entry_points
 
 import pytest
+from harness.errors import missing
 
 
 def command(*words: object) -> tuple[int, str]:
@@ -21,3 +23,9 @@ def command(*words: object) -> tuple[int, str]:
             entry.load()()
     signal.signal(signal.SIGINT, before)
     return int(ended.value.code or 0), " ".join(said.getvalue().replace("│", " ").split())
+
+
+def refused(tokens: Iterable[str], *words: object) -> None:
+    """The command refuses these words, with a message that holds the tokens."""
+    code, said = command(*words)
+    assert (code, missing(tokens, said)) == (2, []), said

@@ -61,8 +61,8 @@ class Job:
         self._dir = Path(tempfile.mkdtemp(prefix="jaxdist-test-"))
         self._started = time.monotonic()
 
-    def start(self, command: Sequence[str], env: Mapping[str, str | None] | None = None) -> None:
-        """Start one process of the job; its output goes to files, so that no pipe fills up."""
+    def start(self, command: Sequence[str], env: Mapping[str, str | None] | None = None) -> "Job":
+        """Start one more process of the job; its output goes to files, so that no pipe fills up."""
         i = len(self.processes)
         with (self._dir / f"{i}.out").open("wb") as out, (self._dir / f"{i}.err").open("wb") as err:
             self.processes.append(
@@ -73,6 +73,7 @@ class Job:
                     start_new_session=True, preexec_fn=hear_ctrl_c,
                 )
             )  # fmt: skip
+        return self
 
     def text(self, i: int = 0, stream: str = "out") -> str:
         """What process i has written so far."""
@@ -107,7 +108,7 @@ class Job:
         if orphans:
             self.kill()
             pytest.fail(f"processes outlived their job: {orphans}\n{self.everything()}")
-        self.clean()
+        shutil.rmtree(self._dir, ignore_errors=True)
         return results
 
     def end(self, timeout: float = 120.0) -> Result:
@@ -116,10 +117,6 @@ class Job:
         code = next((r.returncode for r in results if r.returncode), 0)
         out, err = ("".join(getattr(r, stream) for r in results) for stream in ("stdout", "stderr"))
         return Result(code, out, err, results[0].seconds)
-
-    def clean(self) -> None:
-        """Remove the output's files."""
-        shutil.rmtree(self._dir, ignore_errors=True)
 
     def alive(self, patience: float = 0.0) -> list[str]:
         """pid and command line of the job's processes, once `patience` seconds are over."""
@@ -174,29 +171,16 @@ def mpirun_path() -> str:
     return found
 
 
-def start_mpirun(n: int, args: Sequence[str], env: Mapping[str, str | None] | None = None) -> Job:
-    """Start `mpirun -np n python args`."""
-    job = Job()
-    job.start([mpirun_path(), "-np", str(n), sys.executable, *args], env)
-    return job
-
-
-def start_env(n: int, args: Sequence[str], env: Mapping[str, str | None] | None = None) -> Job:
-    """Start n processes by hand, as a user of env:// does."""
+def launch(how: str, n: int, args: Sequence[str], env: Mapping[str, str | None] | None = None) -> Job:
+    """Start n ranks of `python args`: by "mpirun", by "run" (`jaxdist run` without MPI), or by "hand" (env://)."""
+    if how == "mpirun":
+        return Job().start([mpirun_path(), "-np", str(n), sys.executable, *args], env)
+    if how == "run":
+        program = args if args[0] == "-m" else [sys.executable, *args]
+        return Job().start([sys.executable, "-m", "jaxdist", "run", "-n", str(n), "--launcher", "env", *program], env)
     job, there = Job(), {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for rank in range(n):
         job.start([sys.executable, *args], {"RANK": str(rank), **there, **(env or {})})
-    return job
-
-
-def launch(how: str, n: int, args: Sequence[str], env: Mapping[str, str | None] | None = None) -> Job:
-    """Start n ranks of `python args`: by "mpirun", by "run" (`jaxdist run` without MPI), or each by "hand"."""
-    if how == "mpirun":
-        return start_mpirun(n, args, env)
-    if how == "hand":
-        return start_env(n, args, env)
-    job, program = Job(), args if args[0] == "-m" else [sys.executable, *args]
-    job.start([sys.executable, "-m", "jaxdist", "run", "-n", str(n), "--launcher", "env", *program], env)
     return job
 
 
@@ -219,13 +203,6 @@ def cases(
     ranks = [[json.loads(line) for line in (folder / f"rank{rank}.json").read_text().splitlines()] for rank in range(n)]
     assert all([word for word, _ in lines] == list(words) for lines in ranks), result.output
     return result, {word: [lines[k][1] for lines in ranks] for k, word in enumerate(words)}
-
-
-def spawn_env(
-    n: int, args: Sequence[str], env: Mapping[str, str | None] | None = None, timeout: float = 120.0
-) -> list[Result]:
-    """Run n env:// processes to their end; one result per rank."""
-    return start_env(n, args, env).finish(timeout)
 
 
 def free_port() -> int:

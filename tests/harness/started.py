@@ -56,20 +56,17 @@ def jaxdist(tmp_path: Path) -> Jaxdist:
     return call
 
 
-def processes_with(mark: str) -> list[int]:
-    """The living processes, but this one, whose command line holds `mark`."""
-    found = psutil.process_iter(["cmdline"])
-    return [p.pid for p in found if mark in " ".join(p.info["cmdline"] or ()) and p.pid != os.getpid()]
-
-
 @pytest.fixture
 def wait_gone() -> Callable[[str, float], list[int]]:
-    """Waits until no process has the mark in its command line; returns those still there."""
+    """Waits until no process, but this one, has the mark in its command line; returns those still there."""
 
     def wait(mark: str, seconds: float) -> list[int]:
         end = time.monotonic() + seconds
-        while (left := processes_with(mark)) and time.monotonic() < end:
+        while True:
+            found = [p for p in psutil.process_iter(["cmdline"]) if mark in " ".join(p.info["cmdline"] or ())]
+            left = [p.pid for p in found if p.pid != os.getpid()]
+            if not left or time.monotonic() > end:
+                return left
             time.sleep(0.05)
-        return left
 
     return wait

@@ -97,8 +97,7 @@ def test_the_last_save_in_the_background_is_waited_for(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_second_job_is_an_error_until_the_first_is_dead(tmp_path: Path) -> None:
     """Reading is free; a killed owner's folder is taken over at once."""
-    job = jobs.Job()
-    job.start([sys.executable, str(SCRIPTS / "owner.py"), str(tmp_path)])
+    job = jobs.Job().start([sys.executable, str(SCRIPTS / "owner.py"), str(tmp_path)])
     try:
         job.wait_for(lambda text: "SAVED" in text)
         owner = job.processes[0].pid

@@ -36,20 +36,6 @@ def test_text_files(split: str | None, want: list[str], tmp_path: Path) -> None:
     assert list(pickle.loads(pickle.dumps(text))) == want
 
 
-def test_text_files_that_are_wrong(tmp_path: Path) -> None:
-    (empty := tmp_path / "empty.txt").touch()
-    (latin := tmp_path / "latin.txt").write_bytes(b"ok\nf\xfcr\n")
-    calls: list[tuple[Any, type[Exception], tuple[str, ...]]] = [
-        (lambda: jaxdist.data.text_files(tmp_path / "none.txt"), FileNotFoundError, ("none.txt",)),
-        (lambda: jaxdist.data.text_files(empty), ValueError, ("empty.txt", "no documents")),
-        (lambda: jaxdist.data.text_files(__file__, ""), ValueError, ("separator",)),
-        (lambda: list(jaxdist.data.text_files(latin)), ValueError, ("latin.txt", "UTF-8", "0xfc")),
-    ]
-    for call, error, tokens in calls:
-        with raises(error, *tokens):
-            call()
-
-
 # --- tokens
 
 
@@ -182,9 +168,15 @@ def test_rows(lengths: list[int], length: int, seed: int | None) -> None:
             assert row["tokens_positions"][segments == segment].tolist() == list(range(len(piece)))
 
 
-def test_documents_and_rows_that_cannot_be() -> None:
+def test_text_files_documents_and_rows_that_cannot_be(tmp_path: Path) -> None:
+    (empty := tmp_path / "empty.txt").touch()
+    (latin := tmp_path / "latin.txt").write_bytes(b"ok\nf\xfcr\n")
     documents = jaxdist.data.Documents
     calls: list[tuple[Any, type[Exception], tuple[str, ...]]] = [
+        (lambda: jaxdist.data.text_files(tmp_path / "none.txt"), FileNotFoundError, ("none.txt",)),
+        (lambda: jaxdist.data.text_files(empty), ValueError, ("empty.txt", "no documents")),
+        (lambda: jaxdist.data.text_files(__file__, ""), ValueError, ("separator",)),
+        (lambda: list(jaxdist.data.text_files(latin)), ValueError, ("latin.txt", "UTF-8", "0xfc")),
         (lambda: documents(np.ones(3), [3]), TypeError, ("tokens", "float64")),
         (lambda: documents(np.ones((3, 1), int), [3]), TypeError, ("tokens", "(3, 1)")),
         (lambda: documents(np.arange(3), [2]), ValueError, ("ends", "3", "2")),

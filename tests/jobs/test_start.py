@@ -24,9 +24,10 @@ class Start(NamedTuple):
     env: dict[str, str | None] = {}  # noqa: RUF012  # of the job
 
 
+COUNT = "--xla_force_host_platform_device_count"
 FAST, PROXY = "--xla_cpu_enable_fast_math=", "http://127.0.0.1:9"
 STARTS = [
-    Start("initialized PORT", (" of 2 mean 1.5",), quick=True),
+    Start("initialized PORT", (" of 2, 4 devices, mean 1.5",), quick=True, env={"XLA_FLAGS": f"{COUNT}=2"}),
     Start("initialized PORT local", ("rank ", " of 2", "local", "by itself"), True, quick=True),
     Start("late", ("rank 1", "JAX backend"), True),
     Start(f"joins {FAST}false {FAST}true", ("rank 0 (", "rank 1 (", f"{FAST}false", f"{FAST}true"), True),
@@ -35,6 +36,11 @@ STARTS = [
     Start("shares_some_examples", ("'data': 3", "2 processes"), True, env={"JAXDIST_LANES": "6"}),
     Start("joins communicator=mpi communicator=mpi", ("mpi", "lanes"), True, env={"JAXDIST_LANES": "4"}),
     Start("joins communicator=mpi communicator=mpi", ("communicator 'mpi'",), True),
+    Start("joins communicator=mpi communicator=mpi", ("rank 0", "one device each"), True, env={"JAXDIST_DEVICES": "2"}),
+    Start("joins devices=2 devices=3", ("2 on rank 0", "3 on rank 1", "--devices"), True, quick=True),
+    Start(
+        "joins devices=2 lanes=4", ("devices=2", "lanes=4"), True, env={"JAXDIST_LANES": "4", "JAXDIST_DEVICES": "2"}
+    ),
     Start("connects", ranks=3, env={"http_proxy": PROXY, "https_proxy": PROXY, "no_proxy": None}),
     Start("other_processors", ("rank 0", "rank 1", "Mine", "Yours", "max_isa"), True, quick=True),
     Start("other_processors --xla_cpu_max_isa=AVX2"),

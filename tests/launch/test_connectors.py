@@ -267,9 +267,7 @@ def test_mpich_of_the_machine_and_what_is_said_where_another_mpi_is_loaded(tmp_p
     (tmp_path / "libmpi.so.12").symlink_to(library)
 
     def run(command: list[str], env: dict[str, str] | None = None) -> jobs.Result:
-        job = jobs.Job()
-        job.start(command, env)
-        return job.finish(90)[0]
+        return jobs.Job().start(command, env).end(90)
 
     two = [["mpi", str(r), "2", str(r), "2", "xla"] for r in range(2)]
     command = [launcher, "-np", "2", *WHO]
@@ -280,8 +278,7 @@ def test_mpich_of_the_machine_and_what_is_said_where_another_mpi_is_loaded(tmp_p
     assert failed.stderr.count("mpi4jax was compiled for Open MPI") == 1  # so xla is chosen for arrays
     assert failed.returncode != 0
     assert "ValueError: boom on purpose" in failed.output
-    job = jobs.Job()
-    job.start([*command, "goes on"], {"LD_LIBRARY_PATH": str(tmp_path)})
+    job = jobs.Job().start([*command, "goes on"], {"LD_LIBRARY_PATH": str(tmp_path)})
     job.wait_for(lambda text: text.count("job") == 2)
     (daemon,) = (int(entry.split()[0]) for entry in job.alive() if "hydra_pmi_proxy" in entry.split()[1])
     os.kill(daemon, signal.SIGKILL)
@@ -308,9 +305,8 @@ ALONE = (
 @pytest.mark.mpi
 def test_alone_in_the_eyes_of_mpi_and_one_of_several_for_the_launcher() -> None:
     jobs.mpirun_path()
-    job = jobs.Job()
-    job.start([sys.executable, str(SCRIPTS / "alone.py"), json.dumps([env for env, _ in ALONE])])
-    result = job.finish(60)[0]
+    command = [sys.executable, str(SCRIPTS / "alone.py"), json.dumps([env for env, _ in ALONE])]
+    result = jobs.Job().start(command).end(60)
     lines = [ast.literal_eval(line) for line in result.stdout.splitlines()]
     assert len(lines) == len(ALONE), result.output
     for (_, token), line in zip(ALONE, lines, strict=True):
@@ -334,10 +330,9 @@ def test_workers_of_ray_train_are_ranks_of_one_job(dies: bool, tmp_path: Path) -
     there = subprocess.run(asked, capture_output=True, text=True, check=False)
     if there.returncode:  # Ray alone lacks what `ray[train]` brings
         pytest.skip(f"NO RAY TRAIN: uv run --group integrations ({there.stderr.splitlines()[-1]})")
-    job = jobs.Job()
     command = [sys.executable, str(SCRIPTS / "ray_train.py"), str(tmp_path), *["dies"] * dies]
-    job.start(command, {"JAX_PLATFORMS": "cpu", "RAY_TRAIN_V2_ENABLED": "1", "XLA_FLAGS": None})
-    (result,) = job.finish(300)
+    env = {"JAX_PLATFORMS": "cpu", "RAY_TRAIN_V2_ENABLED": "1", "XLA_FLAGS": None}
+    result = jobs.Job().start(command, env).end(300)
     assert result.returncode == 0, result.output
     said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
     first = 2 if dies else 0

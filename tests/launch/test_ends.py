@@ -218,11 +218,15 @@ def restarts(errors: str) -> list[tuple[int, ...]]:
     return [tuple(map(int, said)) for said in re.findall(r"restart (\d+) of (\d+), with (\d+) rank", errors)]
 
 
-def test_no_more_than_asked_for(jaxdist: Jaxdist) -> None:
-    done = jaxdist("run", "--launcher", "env", "--max-restarts", 2, RANK, "tries")
+@pytest.mark.parametrize(("most", "tries"), [(2, 3), pytest.param(20, 6, marks=pytest.mark.slow)])
+def test_no_more_than_asked_for_nor_if_it_fails_at_once_again_and_again(
+    jaxdist: Jaxdist, most: int, tries: int
+) -> None:
+    done = jaxdist("run", "--launcher", "env", "--max-restarts", most, RANK, "tries", timeout=120)
     assert done.returncode == 3
-    assert re.findall(r"TRY (\d)", done.stdout) == ["0", "1", "2"]
-    assert restarts(done.stderr) == [(1, 2, 1), (2, 2, 1)]
+    assert re.findall(r"TRY (\d)", done.stdout) == [str(i) for i in range(tries)]
+    assert restarts(done.stderr) == [(i, most, 1) for i in range(1, tries)]
+    assert ("of --max-restarts 20" in done.stderr) == (most == 20)
 
 
 @pytest.mark.slow
@@ -240,35 +244,24 @@ def test_not_again_after_the_user_has_ended_it() -> None:
 
 
 @pytest.mark.slow
-def test_a_job_that_fails_at_once_again_and_again_is_given_up(jaxdist: Jaxdist) -> None:
-    done = jaxdist("run", "--launcher", "env", "--max-restarts", 20, RANK, "tries", timeout=120)
-    assert done.returncode == 3
-    assert re.findall(r"TRY (\d)", done.stdout) == ["0", "1", "2", "3", "4", "5"]
-    assert "--max-restarts 20" in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.mpi
-@pytest.mark.usefixtures("mpirun_there")
-def test_a_killed_rank_costs_not_a_bit(jaxdist: Jaxdist, tmp_path: Path) -> None:
-    run = ["run", "-n", 2, "--launcher", "mpirun"]
-    straight = jaxdist(*run, TRAINING, tmp_path / "straight", 12, 3, timeout=120)
+@pytest.mark.parametrize(
+    ("launcher", "run", "more", "steps", "die_at", "said"),
+    [
+        pytest.param("mpirun", ["-n", 2], ["--max-restarts", 1], 12, [7], [(1, 1, 2)], marks=MPI, id="mpirun"),
+        # 4 lanes: alone; and on 4 ranks, without the one that is killed on 2, after another kill on 4 again.
+        pytest.param("env", ["--lanes", 4], ["-n", 4, "--max-restarts", 2, "--elastic"], 17, [7, 12],
+                     [(1, 2, 2), (2, 2, 4)], id="lanes"),
+    ],
+    indirect=["launcher"],
+)  # fmt: skip
+def test_a_killed_rank_costs_not_a_bit(
+    jaxdist: Jaxdist, tmp_path: Path, launcher: str, run: Any, more: Any, steps: int, die_at: list[int], said: Any
+) -> None:
+    run = ["run", "--launcher", launcher, *run]
+    straight = jaxdist(*run, TRAINING, tmp_path / "straight", steps, 3, timeout=180)
     assert straight.returncode == 0, straight.stderr
-    args = [TRAINING, tmp_path / "cut", 12, 3, "--die-at", 7, "--rank", 1]
-    done = jaxdist(*run, "--max-restarts", 1, *args, timeout=180)
+    args = [TRAINING, tmp_path / "cut", steps, 3, "--die-at", *die_at, "--rank", 1]
+    done = jaxdist(*run, *more, *args, timeout=180)
     assert done.returncode == 0, done.stderr
-    assert restarts(done.stderr) == [(1, 1, 2)]
+    assert restarts(done.stderr) == said
     assert found(done.stdout)["bits"] == found(straight.stdout)["bits"]
-
-
-@pytest.mark.slow
-def test_in_lanes_a_killed_rank_costs_not_a_bit_on_fewer_and_on_more_ranks(jaxdist: Jaxdist, tmp_path: Path) -> None:
-    """4 lanes: alone; and on 4 ranks, without the one that is killed on 2, after another kill on 4 again."""
-    run = ["run", "--lanes", 4, "--launcher", "env"]
-    alone = jaxdist(*run, TRAINING, tmp_path / "alone", 17, 3, timeout=180)
-    assert alone.returncode == 0, alone.stderr
-    args = [TRAINING, tmp_path / "cut", 17, 3, "--die-at", 7, 12, "--rank", 1]
-    done = jaxdist(*run, "-n", 4, "--max-restarts", 2, "--elastic", *args, timeout=180)
-    assert done.returncode == 0, done.stderr
-    assert restarts(done.stderr) == [(1, 2, 2), (2, 2, 4)]
-    assert found(done.stdout)["bits"] == found(alone.stdout)["bits"]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.commands import command
+from harness.commands import command, refused
 from harness.errors import missing
 from harness.started import Jaxdist
 
@@ -68,9 +68,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("words", "tokens"), REFUSED, ids=lambda words: " ".join(words)[:60])
 def test_what_is_refused(words: list[str], tokens: list[str]) -> None:
-    code, text = command("plan", *words)
-    assert code == 2
-    assert missing(tokens, text) == [], text
+    refused(tokens, "plan", *words)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +82,4 @@ def test_an_error_of_the_users_comes_with_its_line(
     name: str, more: list[str], line: str, tokens: list[str], script: Path
 ) -> None:
     (number,) = (i for i, text in enumerate(script.read_text().splitlines(), 1) if text.strip() == line)
-    code, text = command("plan", f"script.py:{name}", "--topology=2xcpu", *more)
-    assert code == 2
-    assert missing(tokens, text) == [], text
-    assert f"script.py:{number})" in text
+    refused([*tokens, f"script.py:{number})"], "plan", f"script.py:{name}", "--topology=2xcpu", *more)

@@ -16,10 +16,8 @@ SCRIPT = Path(__file__).parent / "scripts" / "spawning.py"
 
 
 def started(*words: object) -> jobs.Job:
-    job = jobs.Job()
-    root = str(Path(jaxdist.__file__).parents[1])
-    job.start([sys.executable, str(SCRIPT), *map(str, words)], {"PYTHONPATH": root, "PYTHONUNBUFFERED": None})
-    return job
+    env = {"PYTHONPATH": str(Path(jaxdist.__file__).parents[1]), "PYTHONUNBUFFERED": None}
+    return jobs.Job().start([sys.executable, str(SCRIPT), *map(str, words)], env)
 
 
 @pytest.mark.slow

@@ -13,10 +13,10 @@ from catalogue import operations
 from harness.check import decorated, mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.communicators import lowering
+from jaxdist.communicators import lowering  # private: it runs the program
 from jaxdist.placements.emit.emitter import Emitter, local_types  # private: the values inside a program
-from jaxdist.placements.model.strategy import Propagation
-from jaxdist.placements.model.values import Partial, Split, form
+from jaxdist.placements.model.strategy import Propagation  # private: what they are
+from jaxdist.placements.model.values import Partial, Split, form  # private: where their padding is
 
 
 class Recorder(Emitter):
