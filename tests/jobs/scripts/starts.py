@@ -94,7 +94,7 @@ def initialized() -> None:
 
     ctx = jaxdist.init(*ARGUMENTS[1:])
     step = jaxdist.data_parallel(lambda w, x: (w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), jnp.mean(x)))
-    _, mean = step(jnp.ones(3), np.repeat(np.float32([1, 2]), 12).reshape(8, 3)[ctx.rows(8)])
+    _, mean = step(jnp.ones(3), np.repeat(np.array([1, 2], np.float32), 12).reshape(8, 3)[ctx.rows(8)])
     print(f"rank {ctx.rank} of {ctx.size}, {ctx.num_devices} devices, mean {float(mean)}", flush=True)
 
 
