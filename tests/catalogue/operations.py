@@ -15,6 +15,10 @@ from jax.interpreters import mlir
 Operation = Callable[[Any, Any], Any]
 
 
+def _last_infinite(x: Any) -> Any:
+    return jnp.where(jnp.arange(len(x))[:, None] == len(x) - 1, jnp.inf, x)
+
+
 def recurrence(a: Any, u: Any) -> Any:
     """h[t] = a[t] * h[t - 1] + u[t]."""
     return lax.associative_scan(lambda p, q: (q[0] * p[0], q[0] * p[1] + q[1]), (a, u))[1]
@@ -274,6 +278,9 @@ CONTRACTIONS: dict[str, Operation] = {
         jax.grad(lambda k: jnp.sin(lax.conv_transpose(b["image"], k, (2, 2), "SAME")).sum())(w["kernel"]),
     "along the batch": lambda w, b:
         lax.conv_general_dilated(b["x"][None], w["wave"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")),
+    "along the batch, infinite at the end": lambda w, b: jax.grad(lambda k: (lax.conv_general_dilated(
+        _last_infinite(b["x"])[None], k, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))[0]
+        * b["y"][:, :2]).sum())(w["wave"]),
     "along the batch, gradients": lambda w, b: jax.grad(lambda k, x: jnp.sin(lax.conv_general_dilated(
         x[None], k, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))).sum(), (0, 1))(w["wave"], b["x"]),
     "groups of the batch": lambda w, b:

@@ -233,6 +233,12 @@ def test_a_strategy_depends_on_no_more_than_it_is_looked_up_by(name: str, monkey
     jaxdist.explain(decorated(case.step, 4), *case.state, jax.tree.map(lambda x: x[:24], case.batch(0)))
 
 
+def test_of_a_token_before_a_sequence() -> None:
+    """Of its gradient nothing moves but the token's rows."""
+    step = lambda w, x: jax.grad(lambda w: jnp.sin(jnp.concatenate([w[None], x])).mean())(w)
+    compare(step, W, X, devices=4)
+
+
 def multiply(x_ref: Any, w_ref: Any, out_ref: Any) -> None:
     out_ref[...] = x_ref[...] @ w_ref[...]
 

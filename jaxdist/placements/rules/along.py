@@ -148,7 +148,7 @@ def _with_rows_around(ctx: RuleContext, node: Node, ins: Sequence[Placement]) ->
 @special("split")
 def _ends_apart(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Take a batch apart into its bulk and a few rows before or behind: the derivative of putting them there."""
-    split, sizes, aval = ins[0], node.eqn.params["sizes"], ctx.block.avals[node.ins[0]]
+    split, sizes, aval = ins[0], list(map(int, node.eqn.params["sizes"])), ctx.block.avals[node.ins[0]]
     if not _is_batch(split, aval) or node.eqn.params["axis"] != split.dim or not is_wide(aval.dtype):
         return None
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
@@ -156,16 +156,18 @@ def _ends_apart(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strat
     left = _result(split, sizes[bulk])
     if not _has_all_devices(ctx, left, starts[bulk]):
         return None
+    # Often only the few rows are: those of a token before a sequence. Then nothing moves.
+    shift = starts[bulk] if ctx.block.uses[node.outs[bulk]] else 0
 
     def run(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
         pairs = zip(starts, sizes, strict=True)
         parts = [_among_zeros(device, xs[0], split, start, count) for start, count in pairs]
-        parts[bulk] = _repeat_last(device, _shifted(device, xs[0], split.dim, starts[bulk]), left)
+        parts[bulk] = _repeat_last(device, _shifted(device, xs[0], split.dim, shift), left)
         return parts
 
     out_placements: list[Placement] = [Partial(bits=True)] * len(sizes)
     out_placements[bulk] = left
-    return Strategy([form(split)], out_placements, run, sends=_neighbors(ctx, node, split.dim, starts[bulk]))
+    return Strategy([form(split)], out_placements, run, sends=_neighbors(ctx, node, split.dim, shift))
 
 
 @special("conv_general_dilated")
@@ -190,6 +192,8 @@ def _with_halos(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strat
             return None
         kernel_form = REPLICATED
     elif kernel_form == form(split.along(along_kernel)) and is_wide(out.dtype) and wide(out.dtype) == out.dtype:
+        if split.is_padded(ctx.n):
+            return None  # zeros in place of the padding would meet real rows, which may be infinite
         result = Partial(gradient=node.backward)
     else:
         return None
@@ -198,7 +202,6 @@ def _with_halos(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strat
     def run(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
         if split.is_padded(device.n):
             xs[0] = device.masked(xs[0], split, 0)
-            xs[1] = device.masked(xs[1], kernel_form, 0) if isinstance(kernel_form, Split) else xs[1]
         around = _with_halo(device, xs[0], split.dim, halo)
         (y,) = device.bind(node, [around, xs[1]], {**params, "padding": tuple(padding)})
         return [_repeat_last(device, y, result) if isinstance(result, Split) else y]

@@ -80,11 +80,11 @@ class RuleContext:
     def strategies(self, node: Node) -> Strategies:
         """Return the strategies of an operation, given the placements of its operands: a function of the key.
 
-        So a rule may look at the operation and the axis, at the types and uses of values, and at what the key has: the
-        placements of its operands, and whether its summands are to be added up in slices, or later.
+        So a rule may look at the operation and its block (the types and uses of values), at the axis, and at what the
+        key has: the placements of its operands, and whether its summands are to be added up in slices, or later.
         """
         ins = [self.placements[i] for i in node.ins]
-        key: tuple[object, ...] = tuple(ins)
+        key: tuple[object, ...] = self.block, *ins
         if Partial in map(type, ins):
             summands = [i for i in node.ins if isinstance(self.placements[i], Partial)]
             key = (*key, *map(self.slices.get, summands), *(i in self.later for i in summands))
