@@ -49,9 +49,9 @@ JOBS = {
     "3 by mpirun": Job(3, "mpirun", "mpi"),
     "4 by hand": Job(4, "hand", "xla"),
     "4 by mpirun": Job(4, "mpirun", "mpi", {"JAXDIST_MACHINE": "cpu"}),
-    "2 of 2 devices": Job(2, "hand", "xla", {"JAXDIST_DEVICES": "2", **APART}),
-    "3 of 2 devices": Job(3, "run", "xla", {"JAXDIST_DEVICES": "2", **APART}),
-    "2 of 3 devices": Job(2, "hand", "xla", {"JAXDIST_DEVICES": "3", **APART}),
+    "2 with 2_devices": Job(2, "hand", "xla", {"JAXDIST_DEVICES": "2", **APART}),
+    "3 with 2_devices": Job(3, "run", "xla", {"JAXDIST_DEVICES": "2", **APART}),
+    "2 with 3_devices": Job(2, "hand", "xla", {"JAXDIST_DEVICES": "3", **APART}),
 }
 
 
