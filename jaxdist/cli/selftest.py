@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -20,7 +20,11 @@ _TOLERANCE = 1e-10  # for float64
 _STEPS = 3
 
 
-def self_test() -> None:
+def self_test(
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Number of devices of each rank. Above one, MPI is left out.")
+    ] = None,
+) -> None:
     """Test the installation: train at each ZeRO level and compare the result with one device.
 
     It uses each communicator, on two ranks or on all GPUs of this machine. As a rank of a job, it tests the job:
@@ -36,16 +40,19 @@ def self_test() -> None:
     from jaxdist.runtime.devices import visible_gpus  # import here: `jaxdist run` does not need it
 
     os.environ.setdefault("JAXDIST_TIMEOUT", "60")  # seconds to wait for missing ranks
-    ranks = 2 if os.environ.get("JAX_PLATFORMS") == "cpu" else len(visible_gpus()) or 2
+    each, gpus = devices or 1, 0 if os.environ.get("JAX_PLATFORMS") == "cpu" else len(visible_gpus())
+    ranks = max(gpus // each, 1) if gpus else 2
     code, launchers = 0, dict[str, Launcher](xla="env", mpi="mpirun")
     has_mpi = find_mpirun() is not None and all(importlib.util.find_spec(name) for name in ("mpi4py", "mpi4jax"))
     for name, launcher in launchers.items():
+        if name == "mpi" and each > 1:
+            continue
         if name == "mpi" and not has_mpi:
             print(f"communicator mpi is not available. To install it: {site.install()}")
             continue
         try:
             os.environ["JAXDIST_COMMUNICATOR"] = name  # for the ranks
-            run(["jaxdist", "test"], True, ranks, launcher)
+            run(["jaxdist", "test"], True, ranks, launcher, devices=each)
         except typer.Exit as done:
             code = code or done.exit_code
     missing = [one for one in checks() if not one.ok]

@@ -55,6 +55,13 @@ def test_all_is_well_here(jaxdist: Jaxdist) -> None:
     assert done.stdout.endswith("All is well.\n")
 
 
+@pytest.mark.slow
+def test_all_is_well_with_two_devices_each(jaxdist: Jaxdist) -> None:
+    done = jaxdist("test", "--devices", "2", timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert missing(("communicator xla: 4 x cpu", "ok  ZeRO level 3", "All is well."), done.stdout) == []
+
+
 def test_a_wrong_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     get_context()
     monkeypatch.setattr("jaxdist.cli.selftest._TOLERANCE", -1.0)  # private: none is wrong here
