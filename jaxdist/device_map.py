@@ -19,9 +19,13 @@ class Share(NamedTuple):
     parts: range
     part_count: int  # of the whole batch, over all processes
 
+    def padded(self, total: int) -> int:
+        """Return the rows of a batch of `total` whose parts are all filled up."""
+        return -(-total // self.part_count) * self.part_count
+
     def rows(self, total: int) -> slice:
         """Return the rows that the process passes of a batch of `total`. Parts are equal, or the last ones shorter."""
-        each = -(-total // self.part_count)
+        each = self.padded(total) // self.part_count
         return slice(min(total, self.parts.start * each), min(total, self.parts.stop * each))
 
     def size(self, total: int) -> int:

@@ -61,17 +61,14 @@ class BatchPlacer:
         if self._input_mesh == self._mesh:
             return self._joined(x, target_sharding, total, [cut for cut in target.cuts if cut.axis != AXIS])
         # With mesh="auto" the batch is passed as for a mesh of all devices along data, and moved in a program of all.
-        rows = self._padded_rows(total)
+        rows = self._share.padded(total)
         array = self._joined(x, sharding(self._input_mesh, of_batch((rows,), self._input_mesh)), total, ())
         return _mover(target_sharding, target, (total, *x.shape[1:]))(array)
-
-    def _padded_rows(self, total: int) -> int:
-        return -(-total // self._share.part_count) * self._share.part_count
 
     def _joined(self, x: Leaf, target_sharding: NamedSharding, total: int, others: Sequence[Cut]) -> jax.Array:
         """Join the rows that the processes pass; `others`: the cuts along other axes than that of the data."""
         # Nothing is sent: each process pads what it passes to whole parts, and puts slices of it on its own devices.
-        rows = self._padded_rows(total)
+        rows = self._share.padded(total)
         here, x = self._share.rows(rows), _lengthened(x, others)
         x = _extended(x, [here.stop - here.start - x.shape[0], *[0] * (x.ndim - 1)])
         shape = (rows, *x.shape[1:])
