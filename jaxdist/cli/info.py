@@ -40,8 +40,6 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON obje
     It also works as a rank of a job: `srun jaxdist info`.
     """
     # Import here, since `jaxdist run` does not need these.
-    import jax
-
     from jaxdist.collectives.public import barrier
     from jaxdist.runtime.context import init
 
@@ -50,7 +48,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON obje
     except (ValueError, RuntimeError, ImportError) as error:
         _write({"problem": in_words(error), "job": {}, "ranks": []}, as_json)  # perhaps a package is missing
         raise typer.Exit(1) from None
-    devices, cores = [f"{d.device_kind}:{d.id}" for d in jax.local_devices()], len(os.sched_getaffinity(0))
+    devices, cores = [f"{d.device_kind}:{d.id}" for d in ctx.local_devices], len(os.sched_getaffinity(0))
     own = {"rank": ctx.rank, "host": socket.gethostname(), "pid": os.getpid(), "cores": cores, "devices": devices}
     ranks = ctx.control.exchange("jaxdist info", own)
     if ctx.is_root:

@@ -1,6 +1,6 @@
 """Collectives between processes, outside a step: the ranks agree on the call, then run a program.
 
-The program is a function of `jaxdist.collectives.in_step`, over one device per process.
+The program is a function of `jaxdist.collectives.in_step`, over the first device of each process.
 """
 
 import functools

@@ -50,7 +50,7 @@ def spawn(
 
     Args:
       fn: the function. It can call `jaxdist.get_context` for its rank.
-      n: the number of ranks. Each uses one GPU if there are GPUs.
+      n: the number of ranks. They divide the GPUs, if there are any.
       args: arguments of the function. JAX arrays arrive as JAX arrays.
       kwargs: keyword arguments of the function.
       prefix: write the rank before each line.

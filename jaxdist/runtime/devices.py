@@ -120,7 +120,7 @@ def check_lanes(control: Control, lanes: int | None, platform: str, wanted: str)
         return
     if platform != "cpu":
         raise ValueError(
-            f"rank {rank}: lanes={lanes} are CPU devices, and this job would run on GPUs, where a process has one. "
+            f"rank {rank}: lanes={lanes} are CPU devices, and this job would run on GPUs. "
             "Set JAX_PLATFORMS=cpu, or leave lanes out: the same number of GPUs gives the same sums"
         )
     if lanes % size:

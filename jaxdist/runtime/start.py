@@ -84,8 +84,8 @@ def jax_started(
         _set_up_cpus(control, told, communicator)
     elif lanes:
         raise devices.too_late(control.rank)
-    is_gpu = own.resources.platform == "gpu"
-    local_ids = devices.choose_gpus(resources, control.rank, own.devices) if is_gpu else None
+    chooses = own.resources.platform == "gpu" and not jax.distributed.is_initialized()
+    local_ids = devices.choose_gpus(resources, control.rank, own.devices) if chooses else None
     _start_distributed(control, local_ids, timeout)
     if own.over_gloo:
         members = control.members
@@ -115,12 +115,12 @@ def _told_by_this_rank(
 ) -> _Told:
     if lanes and devices_wanted:
         raise ValueError(f"lanes={lanes} and devices={devices_wanted}: lanes are devices. Leave one of them out")
-    if devices_wanted is None and jax.distributed.is_initialized():
-        devices_wanted = compat.cpu_devices_asked()  # the user's own start of JAX is taken as it is
     if compat.backend_started() and not jax.distributed.is_initialized():
         raise devices.too_late(control.rank)
     gpus = devices.visible_gpus()
     platform = devices.wanted_platform(compat.platforms_asked(), gpus)
+    if devices_wanted is None and platform == "cpu" and jax.distributed.is_initialized():
+        devices_wanted = compat.cpu_devices_asked()  # the user's own start of JAX is taken as it is
     threads = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC", "")
     return _Told(
         devices.Resources(socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))), gpus, platform),

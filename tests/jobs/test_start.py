@@ -37,6 +37,7 @@ STARTS = [
     Start("joins communicator=mpi communicator=mpi", ("mpi", "lanes"), True, env={"JAXDIST_LANES": "4"}),
     Start("joins communicator=mpi communicator=mpi", ("communicator 'mpi'",), True),
     Start("joins communicator=mpi communicator=mpi", ("rank 0", "one device each"), True, env={"JAXDIST_DEVICES": "2"}),
+    Start("joins devices=3", ("3 devices",), ranks=1, quick=True, env={"XLA_FLAGS": ""}),
     Start("joins devices=2 devices=3", ("2 on rank 0", "3 on rank 1", "--devices"), True, quick=True),
     Start(
         "joins devices=2 lanes=4", ("devices=2", "lanes=4"), True, env={"JAXDIST_LANES": "4", "JAXDIST_DEVICES": "2"}

@@ -120,7 +120,8 @@ def joins() -> None:
         given = {name: int(value) if value.isdigit() else value}
     import jaxdist
 
-    jaxdist.init(timeout=30, **given)
+    ctx = jaxdist.init(timeout=30, **given)
+    print(f"{ctx.num_devices} devices", flush=True)
 
 
 def funneled() -> None:
