@@ -54,7 +54,7 @@ class DeviceMap:
     """
 
     mesh: Mesh
-    hosts: tuple[Hashable, ...]  # of each device
+    hosts: tuple[Hashable, ...]  # of each device; of a TPU its slice
 
     @classmethod
     def of(cls, mesh: Mesh, hosts: Sequence[Hashable] = ()) -> "DeviceMap":

@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jax.sharding import Mesh
@@ -59,6 +59,9 @@ class Link:
         return self.sent(kind, nbytes) * slower / self.bandwidth
 
 
+Platform = Literal["gpu", "tpu", "cpu"]
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of device."""
@@ -71,16 +74,21 @@ class Kind:
     latency: float = 10e-6  # seconds that a collective takes at least, within a host
     network_latency: float = 30e-6  # seconds that it takes at least between hosts
     stall: float = 0  # as of `Link`; at least the latency
-    # that it does in a second, by its data sheet: of GPUs in bfloat16, without sparsity; of CPUs in float32
+    # that it does in a second, by its data sheet: of GPUs and TPUs in bfloat16, without sparsity; of CPUs in float32
     flops: float = 0
     bandwidth: float = 0  # bytes per second that it reads or writes in its memory
     host: float = 0  # bytes per second between it and its host's memory, each way
-    is_cpu: bool = False  # which uses its host's memory, and sends sums of 16-bit floats in 32 bits
+    platform: Platform = "gpu"
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it uses its host's memory, and sends sums of 16-bit floats in 32 bits."""
+        return self.platform == "cpu"
 
     @property
     def usable(self) -> int:
         """Bytes of its memory that JAX takes, or 0 if unknown."""
-        return int(self.memory * (1 if self.is_cpu else fraction()))
+        return int(self.memory * (fraction() if self.platform == "gpu" else 1))
 
     def of_host(self, devices: int) -> "Kind":
         """Return the kind of one of several devices that share a host, given the host's."""
@@ -92,17 +100,23 @@ class Kind:
     def rate(self, dtype: Any) -> float:
         """FLOPs of products that it does in a second."""
         bits = 8 * np.dtype(dtype).itemsize if np.dtype(dtype).kind in "fcV" else 32
-        return REACHED * self.flops * (_OF_FLOAT32 if self.is_cpu else _OF_BFLOAT16).get(bits, 1.0)
+        return REACHED * self.flops * _RATES_BY_BITS[self.platform].get(bits, 1.0)
 
 
-# By bits. Of NVIDIA's data sheets: products of float32 run as TF32; CPUs make float32 of 16 bits.
-_OF_BFLOAT16 = {32: 1 / 2, 64: 1 / 15, 128: 1 / 15}
-_OF_FLOAT32 = {64: 1 / 2, 128: 1 / 2}
+# Relative to `Kind.flops`, by bits. Of NVIDIA's data sheets: products of float32 run as TF32. TPUs round the factors of
+# float32 products to bfloat16 (JAX's default precision). CPUs make float32 of 16 bits.
+_RATES_BY_BITS: dict[Platform, dict[int, float]] = {
+    "gpu": {32: 1 / 2, 64: 1 / 15, 128: 1 / 15},
+    "tpu": {},
+    "cpu": {64: 1 / 2, 128: 1 / 2},
+}
 
 
 _AMPERE: dict[str, Any] = {"stall": 75e-6, "flops": 312e12, "host": 32e9}
 _HOPPER: dict[str, Any] = {"stall": 75e-6, "flops": 989e12, "host": 64e9}
 _BLACKWELL: dict[str, Any] = {"stall": 75e-6, "flops": 2250e12, "host": 64e9}
+_TPU: dict[str, Any] = {"stall": 1e-5, "platform": "tpu"}
+_GIB = 1 << 30
 
 # Memory: as the driver reports it. Links: one way, from the data sheets of NVIDIA's DGX A100, H100, H200 and B200:
 # NVLink through NVSwitch, and one network adapter for each GPU (HDR 200 Gb/s, NDR 400 Gb/s). FLOPs: of tensor cores.
@@ -115,10 +129,22 @@ KINDS = {
         Kind("H100", "NVIDIA H100 80GB HBM3", 84_942_979_072, 450e9, 50e9, bandwidth=3.35232e12, **_HOPPER),
         Kind("H200", "NVIDIA H200 141GB HBM3e", 151_397_597_184, 450e9, 50e9, bandwidth=4.8e12, **_HOPPER),
         Kind("B200", "NVIDIA B200", 191_514_411_008, 900e9, 50e9, bandwidth=7.67232e12, **_BLACKWELL),
+        # Memory: as XLA's compiler for TPUs counts it. FLOPs, memory bandwidth and links (the interconnect of a slice:
+        # all ports of a chip, one way): the key specifications in Google's pages on TPU v4, v5e, v5p and v6e
+        # (docs.cloud.google.com/tpu/docs). Between slices (a chip's part of its host's adapters) and to the host:
+        # Austin et al., *How to Scale Your Model*, 2025, part 2 (jax-ml.github.io/scaling-book/tpus).
+        Kind("v4", "TPU v4", int(30.75 * _GIB), 300e9, 6.25e9, flops=275e12, bandwidth=1.2e12, host=16e9, **_TPU),
+        Kind(
+            "v5e", "TPU v5 lite", int(15.75 * _GIB), 200e9, 3.125e9, flops=197e12, bandwidth=8.19e11, host=16e9, **_TPU
+        ),
+        Kind("v5p", "TPU v5", int(95.74 * _GIB), 600e9, 6.25e9, flops=459e12, bandwidth=2.765e12, host=16e9, **_TPU),
+        Kind(
+            "v6e", "TPU v6 lite", int(31.25 * _GIB), 400e9, 1.25e10, flops=918e12, bandwidth=1.638e12, host=32e9, **_TPU
+        ),
         # A host: eight cores and two channels of memory; between processes through memory as over MPI (benchmarks), and
         # ten Gb/s between hosts. Over MPI an empty message takes 2 us, but a call in the midst of a program, which is
         # copied to and from, some more.
-        Kind("cpu", "CPU", 0, 3e9, 1.25e9, 4e-5, 3e-4, stall=1e-5, flops=1e12, bandwidth=40e9, is_cpu=True),
+        Kind("cpu", "CPU", 0, 3e9, 1.25e9, 4e-5, 3e-4, stall=1e-5, flops=1e12, bandwidth=40e9, platform="cpu"),
     )
 }
 
@@ -133,7 +159,9 @@ class Machine:
     """Devices of one kind on hosts."""
 
     kind: Kind  # of the devices
-    hosts: tuple[Any, ...] = ()  # of each device of a mesh, in order; empty if all are on one
+    # Of each device of a mesh, in order, what it shares fast links with others of: its host, or a TPU's slice. Empty if
+    # all share one.
+    hosts: tuple[Any, ...] = ()
     links: tuple[tuple[str, Link], ...] = ()  # by the name of an axis (see `over`)
 
     @property
@@ -187,13 +215,14 @@ VIRTUAL = Machine(KINDS["cpu"].of_host(_FOLD))  # processes, or several devices 
 
 @functools.cache
 def kind_of(device: Any) -> Kind:
-    """Return a device's row of the table; for an unknown GPU, the H100's."""
+    """Return a device's row of the table; for an unknown GPU, the H100's, and for an unknown TPU, the v6e's."""
     if device.platform == "cpu":
         return VIRTUAL.kind
     for kind in KINDS.values():
-        if kind.model == device.device_kind:
+        if device.device_kind in (kind.model, f"TPU {kind.name}"):  # JAX knows "TPU v5 lite" and "TPU v5e"
             return kind
-    return dataclasses.replace(KINDS["h100"], name=device.device_kind, model=device.device_kind)
+    like = KINDS["v6e" if device.platform == "tpu" else "h100"]
+    return dataclasses.replace(like, name=device.device_kind, model=device.device_kind)
 
 
 # Numbers of a kind that `named` may change; times may be 0.
@@ -220,10 +249,10 @@ def named(text: str, given: str, kinds: Mapping[str, Kind] = KINDS) -> Kind:
     return dataclasses.replace(kinds[name.lower()], **numbers)
 
 
-def asked_for(platform: str) -> Kind | None:
+def asked_for(platform: Platform) -> Kind | None:
     """Return the kind that `JAXDIST_MACHINE` names, for devices of this platform, or None."""
     asked = os.environ.get("JAXDIST_MACHINE", "")
     if not asked:
         return None
     kind = named(asked, f"JAXDIST_MACHINE={asked!r}", KINDS | {"cpu": VIRTUAL.kind})
-    return dataclasses.replace(kind, is_cpu=platform == "cpu")
+    return dataclasses.replace(kind, platform=platform)

@@ -21,7 +21,11 @@ def plan(
         list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Arguments for the function.")
     ] = None,
     topology: Annotated[
-        str, typer.Option(help="DEVICESxKIND or HOSTSxDEVICESxKIND. Kinds: A100-40, A100-80, H100, H200, B200, cpu.")
+        str,
+        typer.Option(
+            help="DEVICESxKIND or HOSTSxDEVICESxKIND. Kinds: A100-40, A100-80, H100, H200, B200, cpu. For TPUs, "
+            "KIND:SHAPE or SLICESxKIND:SHAPE, such as v5e:4x4. Kinds: v4, v5e, v5p, v6e."
+        ),
     ] = "8xH100",
     levels: Annotated[str, typer.Option(help="Comma-separated ZeRO levels to compare.")] = "0,1,2,3",
     mesh: Annotated[
@@ -50,7 +54,7 @@ def plan(
     from jaxdist.planning.fitting import fit
     from jaxdist.planning.fitting import plan as make_plan
 
-    jax.config.update("jax_platforms", "cpu")  # ignore local GPUs
+    jax.config.update("jax_platforms", "cpu")  # ignore local GPUs and TPUs
     try:
         if not set(chosen := levels.split(",")) <= {"", "0", "1", "2", "3"}:
             raise ValueError(f"--levels {levels}: expected comma-separated numbers from 0 to 3")

@@ -83,7 +83,7 @@ _FOR_GPUS: dict[str, Any] = {
 
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
     """Return XLA options to overlap messages with GPU computation, unless ``XLA_FLAGS`` has them."""
-    if mesh.devices.flat[0].platform == "cpu":
+    if mesh.devices.flat[0].platform in ("cpu", "tpu"):  # whose own defaults overlap
         return {}
     own = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in _FOR_GPUS.items() if not re.search(rf"\b{name}\b", own)}

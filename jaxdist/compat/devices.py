@@ -4,9 +4,12 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import math
 import operator
 import os
+import re
 import sys
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
 sharding_of = operator.attrgetter("_sharding")
@@ -63,6 +66,66 @@ def gpus_elsewhere(target: str, hosts: int, per_host: int) -> list[Any]:
         _register_cuda()
         found = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"{hosts}x{per_host}x1")
     except (NotImplementedError, RuntimeError) as error:
+        raise ImportError(str(error)) from None
+    return list(found.devices)
+
+
+# Of a machine without TPUs, libtpu asks the cloud's metadata server about its host unless all of these are there.
+_NO_TPU_HERE = {
+    "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_STDERR_LOG_LEVEL": "4", "TPU_MIN_LOG_LEVEL": "4",
+}  # fmt: skip
+
+
+def tpu_cluster() -> Any:
+    """What JAX finds of the other hosts of a TPU slice, on a Cloud TPU VM or in GKE; None elsewhere."""
+    from jax._src.cloud_tpu_init import running_in_cloud_tpu_vm
+    from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster, GkeTpuCluster
+
+    if not running_in_cloud_tpu_vm:
+        return None
+    # JAX's own order: in GKE, the variables of a pod come before the metadata server of its node.
+    return next((cluster for cluster in (GkeTpuCluster, GceTpuCluster) if cluster.is_env_present()), None)
+
+
+def libtpu_problem() -> str | None:
+    """Why libtpu is not the one that this JAX is for; None: it is, or is not a released one, or is not there."""
+    # jax 0.10-0.12 names its libtpu in the extra "tpu", and does not check. Another one may crash the process.
+    if "TPU_LIBRARY_PATH" in os.environ:
+        return None
+    wanted = next(
+        (found[1] for text in requires("jax") or () if (found := re.match(r"libtpu==([\d.]+)\.\*", text))), ""
+    )
+    try:
+        there = version("libtpu")
+    except PackageNotFoundError:
+        return None
+    if not wanted or f"{there}.".startswith(f"{wanted}."):
+        return None
+    return f"libtpu {there} is installed, and jax {version('jax')} is for libtpu {wanted}.*"
+
+
+def tpus_elsewhere(kind: str, shape: str, slices: int) -> list[Any]:
+    """TPUs that programs can be compiled for, and no more, slice by slice; ImportError without a libtpu that works."""
+    from jax._src.cloud_tpu_init import running_in_cloud_tpu_vm
+    from jax.experimental import topologies
+
+    if problem := libtpu_problem():
+        raise ImportError(problem)
+    if not running_in_cloud_tpu_vm:
+        for name, value in _NO_TPU_HERE.items():
+            os.environ.setdefault(name, value)
+    options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
+    if kind in ("v4", "v5p"):  # JAX on them has one device per chip, not one per core
+        options["chip_config_name"] = "megacore"
+    sizes = [int(size) for size in shape.split("x")]
+    if math.prod(sizes) < 4 or (len(sizes) == 2 and any(size % 2 for size in sizes)):
+        options["chips_per_host_bounds"] = (*sizes, 1, 1)[:3]  # of one host, which has four else
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=f"{kind}:{shape}", **options)
+    except RuntimeError as error:
+        if "INVALID_ARGUMENT" in str(error):
+            raise ValueError(f"topology {kind}:{shape}: {str(error).partition(': ')[2]}") from None
         raise ImportError(str(error)) from None
     return list(found.devices)
 

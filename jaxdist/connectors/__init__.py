@@ -17,6 +17,7 @@ _MADE_BY: dict[str, Callable[[float], Found]] = {
     "jax.distributed": engines.jax_distributed,
     "kubeflow": engines.kubeflow,
     "ray": engines.ray,
+    "tpu": engines.tpu,
     "local": lambda timeout: Found("local", 0, 1, 0, 1, lambda obj, root=0: obj),
 }
 VALID = ("auto", "env://", "tcp://host:port", *_MADE_BY)

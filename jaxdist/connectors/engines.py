@@ -1,4 +1,4 @@
-"""Processes that an engine has started: Ray Train, Kubeflow, or whoever has initialized `jax.distributed`.
+"""Processes that an engine has started: Ray Train, Kubeflow, a TPU slice, or who has initialized `jax.distributed`.
 
 Each is asked for rank and size, and for a way to give the others the address of rank 0; the rest is jaxdist's own.
 """
@@ -28,7 +28,38 @@ def engine(env: Mapping[str, str]) -> str | None:
         return "kubeflow"
     if "COORDINATOR_ADDRESS" in env and env.get("NUM_PROCESSES", "1") != "1":
         return "kubeflow"
-    return "ray" if _ray() is not None else None
+    if _ray() is not None:
+        return "ray"
+    return "tpu" if "jax" in sys.modules and int(_tpu_slices(1).get("WORLD_SIZE", "1")) > 1 else None
+
+
+def _tpu_slices(timeout: float) -> dict[str, str]:
+    """The variables of connector ``env://`` for one process on each host of TPU slices; {}: there are none."""
+    from jaxdist import compat
+
+    try:
+        if (cluster := compat.tpu_cluster()) is None:
+            return {}
+        address = cluster.get_coordinator_address(timeout_secs=int(timeout), override_coordinator_port=None)
+        host, _, port = address.rpartition(":")
+        numbers = {"RANK": str(cluster.get_process_id()), "WORLD_SIZE": str(cluster.get_process_count())}
+    except Exception as error:  # of `requests`, which asks the metadata server, of the variables, or of DNS
+        raise RuntimeError(
+            f"JAX finds a TPU, but not the other hosts of its slice ({type(error).__name__}: {error}). Install "
+            "jaxdist[tpu], or say where they meet: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, with ranks in the "
+            "order of TPU_WORKER_ID. JAXDIST_CONNECTOR=local is for one host"
+        ) from error
+    return {**numbers, "MASTER_ADDR": host, "MASTER_PORT": port}
+
+
+def tpu(timeout: float) -> Found:
+    """Of the hosts of TPU slices, numbered as the TPU runtime does it."""
+    if not (given := _tpu_slices(timeout)):
+        raise RuntimeError(
+            "connector 'tpu': JAX finds no TPU here. On a Cloud TPU VM or in GKE, install jaxdist[tpu]; elsewhere, "
+            "leave the connector out"
+        )
+    return tcp.connect("tpu", timeout, env=given)
 
 
 def kubeflow(timeout: float) -> Found:

@@ -106,8 +106,9 @@ class Elsewhere:
         lowered = ahead.program.lower()
         key = hashlib.sha256(lowered.as_text().encode()).digest(), ahead.arguments
         if key not in self.programs:
-            with _silence() if self.compiled_for == "cuda" else contextlib.nullcontext():
-                compiled = lowered.compile()
+            with _silence() if self.compiled_for != "cpu" else contextlib.nullcontext():
+                # Of a program that does not fit, XLA for TPUs says what it takes only if told to go on.
+                compiled = lowered.compile({"xla_tpu_no_crash_on_oom": True} if self.compiled_for == "tpu" else None)
             self.programs[key] = _read(compiled, ahead, self.topology.devices, self.compiled_for == "cpu")
         return dataclasses.replace(self.programs[key], ahead=ahead, seconds=time.monotonic() - began)
 
@@ -154,7 +155,7 @@ class Elsewhere:
         rows: dict[tuple[str, str], list[Traffic]] = {}
         for c in needs.collectives:
             if c.devices > 1:
-                overlapped = float(c.overlapped) if self.compiled_for == "cuda" else None
+                overlapped = None if self.compiled_for == "cpu" else float(c.overlapped)
                 between, seconds = c.sent * machine.crossings(c.groups), c.seconds(machine)
                 traffic = Traffic(c.kind, c.times, c.times * c.bytes, c.sent, seconds, overlapped, between)
                 names = axes_of_groups(c.groups, ahead.program.placed.axes) if len(self.forecast.mesh.shape) > 1 else ()
@@ -205,19 +206,22 @@ def _silence() -> Iterator[None]:
 
 def _devices(topology: Topology) -> tuple[list[Any], str, list[str]]:
     """Return devices to compile for, their platform, and notes about them."""
-    notes = []
-    if not topology.kind.is_cpu:
-        try:
-            return compat.gpus_elsewhere(target(topology.kind), topology.hosts, topology.per_host), "cuda", notes
-        except ImportError as error:
-            reason = str(error).splitlines()[0]
-            notes.append(
-                f"compiled for {topology.devices} virtual CPU devices, without JAX's compiler for NVIDIA GPUs "
-                f"({reason}): temporaries differ, sums in 16 bits count as 32, and no overlap is known. No GPU is "
-                "needed to fix that: pip install 'jaxdist[cuda12]'"
-            )
-    elif topology.hosts > 1:
-        notes.append("compiled for virtual devices in one process; real gloo or MPI traffic differs")
+    notes, kind = [], topology.kind
+    try:
+        if kind.platform == "tpu":
+            return compat.tpus_elsewhere(kind.name, topology.slice_shape, topology.hosts), "tpu", notes
+        if kind.platform == "gpu":
+            return compat.gpus_elsewhere(target(kind), topology.hosts, topology.per_host), "cuda", notes
+        if topology.hosts > 1:
+            notes.append("compiled for virtual devices in one process; real gloo or MPI traffic differs")
+    except ImportError as error:
+        reason, compiler = str(error).splitlines()[0], "libtpu" if kind.platform == "tpu" else "for NVIDIA GPUs"
+        notes.append(
+            f"compiled for {topology.devices} virtual CPU devices, without JAX's compiler {compiler} ({reason}): "
+            "temporaries differ, sums in 16 bits count as 32, and no overlap is known. No "
+            f"{kind.platform.upper()} is needed to fix that: pip install "
+            f"'jaxdist[{'tpu' if kind.platform == 'tpu' else 'cuda12'}]'"
+        )
     return compat.cpus_elsewhere(topology.devices), "cpu", notes
 
 

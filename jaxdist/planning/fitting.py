@@ -28,14 +28,17 @@ def plan(
 ) -> Plan:
     """Compile a decorated step for other devices, and count its bytes and collectives. No array is created.
 
-    With `jax[cuda12]` installed, the program is the one that GPUs would run; no GPU is needed. Otherwise temporary
-    memory is an estimate, and overlap unknown. Times assume full speeds, so real times are longer.
+    With `jax[cuda12]` installed, the program is the one that GPUs would run, and with `jax[tpu]` the one for TPUs; no
+    GPU or TPU is needed. Otherwise temporary memory is an estimate, and overlap unknown. Times assume full speeds, so
+    real times are longer.
 
     Args:
       step: a step decorated with `jaxdist.data_parallel` or `jaxdist.parallel`.
       *args: arguments of the step: arrays or `jax.ShapeDtypeStruct`. The batch has the examples of all devices.
       topology: ``"8xH100"`` for the devices of one host, or ``"8x8xH100"`` for hosts and devices of each. Kinds:
-        A100-40, A100-80, H100, H200, B200, cpu. Append speeds to change them: ``"8x8xH100,network=25e9"``.
+        A100-40, A100-80, H100, H200, B200, cpu. TPUs by the shape of a slice, as JAX names it: ``"v5e:4x4"``, or
+        ``"2xv5e:4x4"`` for two slices. Kinds: v4, v5e, v5p, v6e. Append speeds to change them:
+        ``"8x8xH100,network=25e9"``.
       levels: ZeRO levels to compare with the step's own.
       mesh: the sizes of the axes, as for `jaxdist.parallel`; the step's own by default.
 
@@ -63,7 +66,7 @@ def plan(
     for level in sorted({*there.others(written), own}, key=lambda level: -1 if level is None else level):
         ahead = written if level == own else there.forecast.ahead(level)
         found.append(there.candidate(there.compile(ahead), level, level == own))
-    if there.compiled_for == "cuda" and (large := [one.name for one in found if not one.fits]):
+    if there.compiled_for != "cpu" and (large := [one.name for one in found if not one.fits]):
         there.note(f"{', '.join(large)}: too large, so XLA schedules to save memory, not to overlap")
     return there.plan(written, found)
 
@@ -115,7 +118,7 @@ def fit(
         among = _options(there, in_words(there.forecast.mesh.shape) if mesh else "")
         candidates, left = [one.compile()[0] for one in among], []
         there.note("the number of microbatches and the use of jax.checkpoint are as in the step")
-    if there.compiled_for != "cuda":
+    if there.compiled_for == "cpu":
         there.note("no schedule available; communication is assumed not to overlap")
     fitting = [one for one in candidates if one.fits]
     chosen = min(fitting, key=lambda one: (one.seconds, one.peak), default=None)

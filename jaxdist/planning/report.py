@@ -31,7 +31,7 @@ class Traffic:
     seconds: float  # total time, one by one at full link speed: a lower bound
     # the share of the bytes sent while the schedule computes something, or None if unknown
     overlapped: float | None
-    between: int = 0  # bytes that a host sends to others, for all its devices
+    between: int = 0  # bytes that a host (of TPUs, a slice) sends to others, for all its devices
     axis: str = ""  # the mesh axis, or several with plus signs between them
 
 
@@ -52,7 +52,7 @@ class Candidate(Times):
 
     level: int | None  # 0 to 3, or None for the step as written
     own: bool  # whether the step is written this way
-    within: Within  # the devices that share shards: None (all), ``"host"``, or this many in a row
+    within: Within  # the devices that share shards: None (all), ``"host"`` (or a TPU's slice), or this many in a row
     mesh: str  # its axes and their sizes, if there are several meshes
     bytes: dict[str, int]  # per device, by kind; they add up to the peak
     peak: int  # bytes per device, as XLA reports them
@@ -94,7 +94,7 @@ class Plan:
 
     step: str  # its name
     topology: Topology
-    compiled_for: str  # ``"cuda"``: with the compiler for these GPUs; ``"cpu"``: for virtual devices
+    compiled_for: str  # ``"cuda"``, ``"tpu"``: with the compiler for these devices; ``"cpu"``: for virtual ones
     memory: int  # bytes of a device that JAX uses
     parameters: int  # numbers in the parameters
     batch: tuple[int, str]  # examples or tokens per step of all devices, and the unit
@@ -121,7 +121,6 @@ class Plan:
         and ``"fits"`` may be null.
         """
         kind = dataclasses.asdict(self.topology.kind)
-        del kind["is_cpu"]
         candidates = [
             dataclasses.asdict(one)
             | {"seconds": one.seconds, "missing": self.missing(one), "code": one.code, "mesh": one.mesh or None}
@@ -142,12 +141,12 @@ class Plan:
         batch = f", {number:,} {unit} per step" * bool(number)
         head = [f"step {self.step!r} on {topology} ({topology.devices} x {kind.model})"]
         head += [f"{digits(self.parameters, 3)} parameters{batch}"]
-        share = "" if kind.is_cpu else f" of {readable(kind.memory)} ({FRACTION}={fraction():g})"
-        network = f", {digits(kind.network / 1e9)} GB/s per device between hosts" * (topology.hosts > 1)
+        share = f" of {readable(kind.memory)} ({FRACTION}={fraction():g})" * (kind.platform == "gpu")
+        network = f", {digits(kind.network / 1e9)} GB/s per device between {topology.group}s" * (topology.hosts > 1)
+        links = f"links of {digits(kind.link / 1e9)} GB/s within a {topology.group}{network}"
         speeds = (
             f"times assume {digits(kind.flops * REACHED / 1e12)} TFLOP/s, state read and written once at "
-            f"{digits(kind.bandwidth / 1e9)} GB/s, links of {digits(kind.link / 1e9)} GB/s within a host{network}, and "
-            "no other traffic"
+            f"{digits(kind.bandwidth / 1e9)} GB/s, {links}, and no other traffic"
         )
         mesh = [f"mesh: {', '.join(f'{name}={size}' for name, size in self.mesh.items())}"] * (len(self.mesh) > 1)
         about = [f"memory: JAX takes {readable(self.memory)}{share}", *mesh, speeds]
@@ -162,7 +161,7 @@ class Plan:
     def _times(self) -> Table:
         """Tabulate memory and time of each candidate."""
         table = Table(box=None, pad_edge=False)
-        hidden = ["hidden"] * (self.compiled_for == "cuda")
+        hidden = ["hidden"] * (self.compiled_for != "cpu")
         names = ("one device", "parameters", "optimizer", "peak", "fits", "compute", "messages", *hidden, "step, ms")
         for name in (*names, f"{self.batch[1]}/s", ""):
             table.add_column(name, justify="left" if name in ("one device", "") else "right", no_wrap=True)
@@ -183,7 +182,7 @@ class Plan:
         if one.fits or one.fits is None:
             return "yes" if one.fits else ""
         needed = one.peak / self.topology.kind.memory
-        if needed <= _MOST and not self.topology.kind.is_cpu:
+        if needed <= _MOST and self.topology.kind.platform == "gpu":
             return f"with {needed:.2f} of it"
         return f"lacks {readable(self.missing(one))}"
 
@@ -192,7 +191,7 @@ class Plan:
         hosts, axes = self.topology.hosts > 1, len(self.mesh) > 1
         for name in ("collectives", *["axis"] * axes, ""):
             table.add_column(name)
-        for name in ("count", "sent", *["between hosts"] * hosts, "time", "overlapped"):
+        for name in ("count", "sent", *[f"between {self.topology.group}s"] * hosts, "time", "overlapped"):
             table.add_column(name, justify="right")
         for one in self.candidates:
             for i, row in enumerate((*one.traffic, one.total) if len(one.traffic) > 1 else one.traffic):

@@ -1,21 +1,32 @@
 """The collectives of a compiled program in running order: bytes, turns, and overlap.
 
 In a scheduled program, XLA writes an asynchronous collective as two operations, ``-start`` and
-``-done``. The operations between the two run while the bytes are sent.
+``-done``. The operations between the two run while the bytes are sent. XLA for TPUs writes both as
+fusions, and repeats the collective in each fusion between the two; what slices send each other it
+writes as ``send`` and ``recv``.
 """
 
 import math
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from jaxdist.ir.compiled import Computations, Instruction, computations
 from jaxdist.ir.wire import Collective
+from jaxdist.mesh import Groups
 
 # These start no kernel, or only copy existing values.
 _FREE = {
     "add-dependency", "after-all", "bitcast", "constant", "copy", "copy-done", "copy-start", "get-tuple-element",
     "iota", "opt-barrier", "parameter", "partition-id", "replica-id", "tuple",
 }  # fmt: skip
+
+_BETWEEN_SLICES = {
+    "ALL_REDUCE": "all-reduce", "ALL_GATHER": "all-gather", "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all",
+}  # fmt: skip
+_FUSED = re.compile(r"async-collective-start((?:\.\d+)?)$")
+_SAME = {"copy", "copy-start", "copy-done", "bitcast"}
 
 
 def collectives(text: str, devices: int) -> list[Collective]:
@@ -28,34 +39,84 @@ def _walk(computations: Computations, name: str, devices: int, times: int) -> It
     body = computations.get(name, [])
     types = {one.name: one.type for one in body}
     for i, one in enumerate(body):
-        started = one.opcode.endswith("-start")
-        own = _collective(one, computations)
-        if kind := own.kind:
-            groups = own.groups or (tuple(range(devices)),)
-            size, dtype = _moved(one.type, kind, started)
-            if kind == "reduce-scatter" and not started:
-                size *= max(map(len, groups))
-            hidden = started and _hidden(body, i, types)
-            yield Collective(kind, dtype, size, groups, times, hidden)
+        if message := _message(one, computations, devices):
+            size, dtype = _moved(message.type, message.kind, message.started)
+            if message.kind == "reduce-scatter" and not message.started:
+                size *= max(map(len, message.groups))
+            hidden = message.ends_later and _hidden(body, i, types)
+            yield Collective(message.kind, dtype, size, message.groups, times, hidden)
             continue
-        turns = int(one.attribute(r'"known_trip_count":\{"n":"(\d+)"') or 1)
         for other in one.called:
-            yield from _walk(computations, other, devices, times * turns)
+            yield from _walk(computations, other, devices, times * _turns(one, body, computations))
 
 
-def _collective(one: Instruction, computations: Computations) -> Instruction:
-    """Return the collective instruction that `one` starts: itself, or the only one it wraps."""
-    if one.opcode != "async-start":
-        return one
-    found = [inner for name in one.called for inner in computations.get(name, ()) if inner.kind]
-    return found[0] if len(found) == 1 else one
+def _turns(loop: Instruction, body: list[Instruction], computations: Computations) -> int:
+    """Return how often a loop runs: as XLA says, or as its counter and limit say; 1 if neither is known."""
+    if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
+        return int(known)
+    test = {one.name: one for one in computations.get(loop.attribute(r"condition=%?([\w.\-]+)") or "", ())}
+    compare = next((one for one in test.values() if one.opcode == "compare" and "direction=LT" in one.rest), None)
+    if compare is None:
+        return 1
+    counter, limit = (test.get(name) for name in compare.operands)
+    outside = {one.name: one for one in body}
+    index, carry = counter and counter.attribute(r"index=(\d+)"), outside.get(loop.operands[0])
+    if limit is None or index is None or carry is None or carry.opcode != "tuple":
+        return 1
+    start = outside.get(carry.operands[int(index)])
+    while start and start.opcode in _SAME:
+        start = outside.get(start.operands[0])
+    first, last = (one and one.opcode == "constant" and one.attribute(r"\((\d+)\)") for one in (start, limit))
+    return int(last) - int(first) if first and last else 1
+
+
+class _Message(NamedTuple):
+    """What an instruction sends."""
+
+    kind: str
+    type: str  # of its results
+    groups: Groups
+    started: bool = False  # whether the type is that of the start of an operation, which has the operands' too
+    ends_later: bool = False  # whether another instruction ends it
+
+
+def _message(one: Instruction, computations: Computations, devices: int) -> _Message | None:
+    """Return what an instruction sends, or starts to send: itself, or by the only collective that it wraps."""
+    if one.opcode == "recv" and (transfer := one.attribute(r'_xla_megascale_transfer_type="(\w+)"')):
+        part = _parts(one.type)[0]
+        return _Message(_BETWEEN_SLICES.get(transfer, "permute"), part, _across_slices(one, devices), ends_later=True)
+    name = one.attribute(r"calls=%?([\w.\-]+)") or ""
+    fused = one.opcode == "fusion" and _FUSED.match(one.name) is not None
+    called = [name] if fused else one.called if one.opcode == "async-start" else []
+    wrapped = [inner for name in called for inner in computations.get(name, ()) if inner.kind]
+    own = wrapped[0] if len(wrapped) == 1 else one
+    if not own.kind:
+        return None
+    started, groups = one.opcode.endswith("-start"), own.groups or (tuple(range(devices)),)
+    return _Message(own.kind, own.type if fused else one.type, groups, started, started or fused)
+
+
+def _across_slices(one: Instruction, devices: int) -> Groups:
+    """Return the groups of a message between TPU slices: the devices at one place of each slice."""
+    slices, places = (_numbers(text) for text in (one.attribute(r'_xla_megascale_target="([^"]+)"') or "").split("x"))
+    each = devices // len(slices)
+    return tuple(tuple(range(place, devices, each)) for place in places)
+
+
+def _numbers(text: str) -> list[int]:
+    """Return the numbers of ``{1,2}`` or ``{0:7}``, whose end is one of them."""
+    ranges = [part.partition(":") for part in text.strip("{}").split(",")]
+    return [number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)]
 
 
 def _hidden(body: list[Instruction], start: int, types: dict[str, str]) -> bool:
     """Check whether a kernel on more than scalars runs between a collective's start and its end, if that is here."""
     work = False
+    fused = _FUSED.match(body[start].name)
     for one in body[start + 1 :]:
         if one.opcode.endswith("-done") and body[start].name in one.operands:
+            return work
+        if fused and one.name == f"async-collective-done{fused[1]}":
             return work
         if one.opcode not in _FREE and not one.opcode.endswith(("-start", "-done", "-update")):
             work = work or any(re.search(r"\[\d", types.get(x, "")) for x in (one.name, *one.operands))

@@ -1,37 +1,49 @@
 """Hypothetical devices: their number, kind, memory and links."""
 
 import dataclasses
+import math
 import os
 import re
 from dataclasses import dataclass
 
-from jaxdist.machine import Kind, Machine, named
+from jaxdist.machine import KINDS, Kind, Machine, named
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Hosts with devices of one kind."""
+    """Hosts with devices of one kind, or slices of TPUs."""
 
-    hosts: int
-    per_host: int  # devices per host
+    hosts: int  # or slices
+    per_host: int  # devices per host, or per slice
     kind: Kind
+    slice_shape: str = ""  # of TPUs, such as ``"4x4"``
 
     @classmethod
     def parse(cls, text: str) -> "Topology":
-        """Parse ``"8xH100"``, ``"4x8xH100"`` (hosts first), or ``"4x8xH100,network=25e9"``."""
-        match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([a-zA-Z].*)", text.strip())
-        if match is None:
+        """Parse ``"8xH100"``, ``"4x8xH100"`` (hosts first), ``"v5e:4x4"``, ``"2x v5e:4x4"``, each with speeds after it.
+
+        A speed is as in ``"4x8xH100,network=25e9"``.
+        """
+        gpus = re.fullmatch(r"(?:(\d+)x)?(\d+)x([a-zA-Z].*)", text.strip())
+        tpus = re.fullmatch(r"(?:(\d+)x *)?(v\w+):(\d+(?:x\d+){1,2})((?:,.*)?)", text.strip())
+        given = f"topology {text!r}"
+        if tpus:
+            hosts, per_host, shape = int(tpus[1] or 1), math.prod(map(int, tpus[3].split("x"))), tpus[3]
+            kind = named(tpus[2] + tpus[4], given, {name: kind for name, kind in KINDS.items() if is_tpu(kind)})
+        elif gpus:
+            hosts, per_host, shape = int(gpus[1] or 1), int(gpus[2]), ""
+            kind = named(gpus[3], given, {name: kind for name, kind in KINDS.items() if not is_tpu(kind)})
+        else:
             raise ValueError(
-                f"topology {text!r}: expected DEVICESxKIND or HOSTSxDEVICESxKIND, such as 8xH100 or 4x8xH100"
+                f"{given}: expected DEVICESxKIND or HOSTSxDEVICESxKIND, such as 8xH100 or 4x8xH100; for TPUs, "
+                "KIND:SHAPE or SLICESxKIND:SHAPE, such as v5e:4x4 or 2xv5e:4x4"
             )
-        hosts, per_host = int(match[1] or 1), int(match[2])
-        kind = named(match[3], f"topology {text!r}")
         if not hosts or not per_host:
-            raise ValueError(f"topology {text!r}: needs at least one host and one device")
+            raise ValueError(f"{given}: needs at least one host and one device")
         if kind.is_cpu:
             own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             kind = dataclasses.replace(kind, memory=own).of_host(per_host)
-        return cls(hosts, per_host, kind)
+        return cls(hosts, per_host, kind, shape)
 
     @property
     def devices(self) -> int:
@@ -48,8 +60,19 @@ class Topology:
         """Return the machine that placements are priced for."""
         return Machine(self.kind, self.on)
 
+    @property
+    def group(self) -> str:
+        """Return what devices with fast links between them share."""
+        return "slice" if self.slice_shape else "host"
+
     def __str__(self) -> str:
-        return f"{self.hosts}x" * (self.hosts > 1) + f"{self.per_host}x{self.kind.name}"
+        devices = f"{self.kind.name}:{self.slice_shape}" if self.slice_shape else f"{self.per_host}x{self.kind.name}"
+        return f"{self.hosts}x" * (self.hosts > 1) + devices
+
+
+def is_tpu(kind: Kind) -> bool:
+    """Check whether a kind is named by the shape of a slice, not by a number of devices."""
+    return kind.platform == "tpu"
 
 
 # Compute capability, cores, FPUs of a core, bytes of shared memory of a core and of the L2 cache, and GHz.

@@ -4,11 +4,15 @@ import importlib.util
 import os
 from pathlib import Path
 
+from jaxdist.machine import Platform
 
-def alone(wanted: str, devices: int) -> str:
+
+def alone(wanted: str, devices: int, platform: Platform) -> str:
     """That of a process alone."""
     if wanted != "mpi":
         return "xla"
+    if platform == "tpu":
+        raise ValueError(f"communicator 'mpi': {NO_TPUS}")
     if devices > 1:
         raise ValueError(
             f"communicator 'mpi' moves arrays between processes, and this is one process with {devices} devices: use "
@@ -19,15 +23,18 @@ def alone(wanted: str, devices: int) -> str:
     return "mpi"
 
 
+NO_TPUS = "MPI moves no arrays of TPUs. Use communicator 'xla', or run on the CPU with JAX_PLATFORMS=cpu"
 ONE_EACH = "it moves arrays between processes of one device each. Use communicator 'xla', or one process per device"
 
 
 def several(
-    size: int, connector: str, wanted: str, platform: str, devices: int | None = None
+    size: int, connector: str, wanted: str, platform: Platform, devices: int | None = None
 ) -> tuple[str, Exception | None]:
     """That of several processes, and why it is not "mpi"; never raises, so that all ranks compare."""
-    if wanted == "xla" or (wanted == "auto" and platform == "gpu"):
+    if wanted == "xla" or (wanted == "auto" and platform != "cpu"):
         return "xla", None
+    if platform == "tpu":
+        return "xla", ValueError(NO_TPUS)
     if wanted == "auto":
         # Only where an MPI launcher is: elsewhere MPI_Init may abort the process.
         pmi = any(name in os.environ for name in ("PMIX_RANK", "PMI_RANK"))

@@ -1,5 +1,6 @@
 """What each rank traces and compiles its programs with, which must be the same: versions, settings, ``XLA_FLAGS``."""
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 
@@ -7,6 +8,7 @@ import jax
 from jaxlib.version import __version__ as jaxlib_version
 
 from jaxdist.extras import version
+from jaxdist.machine import Platform
 
 # Settings of JAX on which it depends what a program computes, or how it is compiled; as far as a version has them.
 _SETTINGS = (
@@ -20,11 +22,14 @@ _SETTINGS = (
 _HARMLESS = re.compile(r"dump|_dir$|^--xla_force_host_platform_device_count$")
 
 
-def facts(xla_flags: str) -> dict[str, str]:
+def facts(platform: Platform) -> dict[str, str]:
     """Those of this process, by name."""
     own = version("jaxdist") or "of a folder"
     found = {"jaxdist": own, "jax": jax.__version__, "jaxlib": jaxlib_version, **settings()}
-    for word in xla_flags.split():
+    if platform == "tpu":
+        found["libtpu"] = version("libtpu")
+    flags = os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", "") * (platform == "tpu")
+    for word in " ".join(flags).split():
         name, _, value = word.partition("=")
         if not _HARMLESS.search(name):
             found[name] = value

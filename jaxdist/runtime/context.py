@@ -310,6 +310,8 @@ def machine_of(mesh: Mesh) -> Machine:
 
 def map_of(mesh: Mesh) -> DeviceMap:
     """Where the devices of a mesh are. If they are not the job's, what JAX calls a process counts as a host."""
+    if mesh.devices.flat[0].platform == "tpu":  # all chips of a slice have fast links, also those of several hosts
+        return DeviceMap.of(mesh, [getattr(device, "slice_index", 0) for device in mesh.devices.flat])
     if (job := _job_of(mesh)) is None:
         return DeviceMap.of(mesh)
     # Lanes are on one host, wherever they are: bits follow from it.

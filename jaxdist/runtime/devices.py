@@ -11,6 +11,7 @@ import jax
 
 from jaxdist import compat
 from jaxdist.control.channel import Control
+from jaxdist.machine import Platform
 
 _MOST = 1024  # lanes or devices
 _CUDA_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13", "jax_plugins.xla_cuda14")
@@ -22,7 +23,7 @@ class Resources(NamedTuple):
     host: str  # its name
     cores: tuple[int, ...]  # numbers of those that this process may run on
     gpus: tuple[str, ...]  # UUIDs of the visible ones, in order
-    platform: str  # "gpu" or "cpu"
+    platform: Platform
 
 
 def visible_gpus() -> tuple[str, ...]:
@@ -45,10 +46,11 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(found)
 
 
-def wanted_platform(jax_platforms: str | None, gpus: Sequence[str]) -> str:
-    """ "gpu" or "cpu": what JAX will choose, found without starting a backend."""
-    if jax_platforms:
-        return "gpu" if jax_platforms.split(",")[0] in ("gpu", "cuda", "rocm") else "cpu"
+def wanted_platform(jax_platforms: str | None, gpus: Sequence[str]) -> Platform:
+    """What JAX will choose, found without starting a backend."""
+    if jax_platforms:  # on a Cloud TPU VM, JAX itself has set it to "tpu,cpu"
+        first = jax_platforms.split(",")[0]
+        return "gpu" if first in ("gpu", "cuda", "rocm") else "tpu" if first == "tpu" else "cpu"
     plugins = _CUDA_PLUGINS if gpus and importlib.util.find_spec("jax_plugins") else ()
     return "gpu" if any(map(importlib.util.find_spec, plugins)) else "cpu"
 
@@ -120,8 +122,8 @@ def check_lanes(control: Control, lanes: int | None, platform: str, wanted: str)
         return
     if platform != "cpu":
         raise ValueError(
-            f"rank {rank}: lanes={lanes} are CPU devices, and this job would run on GPUs. "
-            "Set JAX_PLATFORMS=cpu, or leave lanes out: the same number of GPUs gives the same sums"
+            f"rank {rank}: lanes={lanes} are CPU devices, and this job would run on {platform.upper()}s. Set "
+            f"JAX_PLATFORMS=cpu, or leave lanes out: the same number of {platform.upper()}s gives the same sums"
         )
     if lanes % size:
         raise ValueError(

@@ -92,7 +92,7 @@ def jax_started(
         own_ip = members[control.rank].ip
         # A rank beside the root talked to it over loopback: others reach both at the root's address.
         compat.gloo_at(members[0].ip if rendezvous.is_loopback(own_ip) else own_ip)
-    found = _devices_of_all(control)
+    found = _devices_of_all(control, own.devices)
     if communicator == "mpi" and len(found) > control.size:
         raise ValueError(f"rank {control.rank}: communicator 'mpi': {communicator_of.ONE_EACH}")
     mesh = mesh_of({AXIS: -1}, found)
@@ -119,12 +119,14 @@ def _told_by_this_rank(
         raise devices.too_late(control.rank)
     gpus = devices.visible_gpus()
     platform = devices.wanted_platform(compat.platforms_asked(), gpus)
+    if platform == "tpu" and (problem := compat.libtpu_problem()):
+        raise RuntimeError(f"rank {control.rank}: {problem}. Install both: pip install 'jaxdist[tpu]'")
     if devices_wanted is None and platform == "cpu" and jax.distributed.is_initialized():
         devices_wanted = compat.cpu_devices_asked()  # the user's own start of JAX is taken as it is
     threads = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC", "")
     return _Told(
         devices.Resources(socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))), gpus, platform),
-        compiler.facts(os.environ.get("XLA_FLAGS", "")) | {"platform": platform, "lanes": str(lanes)},
+        compiler.facts(platform) | {"platform": platform, "lanes": str(lanes)},
         *communicator_of.several(control.size, connector.name, "xla" if lanes else wanted, platform, devices_wanted),
         platform == "cpu" and not compat.backend_started(),
         executables.processor(),
@@ -167,19 +169,28 @@ def _set_up_cpus(control: Control, told: list[_Told], communicator: str) -> None
         os.environ["PJRT_NPROC"] = str(max(threads, mine.devices or 1))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if not compat.platforms_asked():
-        jax.config.update("jax_platforms", "cpu")  # no probing for TPUs on every rank
+        jax.config.update("jax_platforms", "cpu")  # no probing for others on every rank
 
 
-def _devices_of_all(control: Control) -> list[Any]:
+def _devices_of_all(control: Control, devices_wanted: int | None) -> list[Any]:
     """All devices, process by process: as many of each."""
     found = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+    if jax.process_index() != control.rank:  # a TPU's runtime numbers the hosts of a slice by itself
+        raise RuntimeError(
+            f"rank {control.rank}: JAX's runtime knows this process as {jax.process_index()}. Take connector 'tpu', "
+            "which numbers the processes as the runtime does"
+        )
     counts = Counter(d.process_index for d in found)
     if len({counts[rank] for rank in range(control.size)}) > 1:
         shown = ", ".join(f"{counts[rank]} on rank {rank}" for rank in range(min(control.size, 16)))
         raise RuntimeError(
             f"rank {control.rank}: every process needs the same number of devices, and there are {shown}. Say how many "
             "with jaxdist.init(devices=), JAXDIST_DEVICES or `jaxdist run --devices`, or let each see as many "
-            "(CUDA_VISIBLE_DEVICES, --gpus-per-task)"
+            "(CUDA_VISIBLE_DEVICES, --gpus-per-task, TPU_VISIBLE_CHIPS)"
+        )
+    if devices_wanted and counts[control.rank] != devices_wanted:
+        raise ValueError(
+            f"rank {control.rank}: devices={devices_wanted}, and each process has {counts[control.rank]}: {found}"
         )
     return found
 
@@ -195,7 +206,7 @@ def _alone(control: Control, wanted: str, lanes: int | None, devices_wanted: int
     if devices_wanted and len(found) < devices_wanted:
         raise ValueError(f"devices={devices_wanted}, and this process has {len(found)}: {found}")
     found = found[:devices_wanted]
-    communicator = "lanes" if lanes else communicator_of.alone(wanted, len(found))
+    communicator = "lanes" if lanes else communicator_of.alone(wanted, len(found), found[0].platform)
     kind = asked_for(found[0].platform) or kind_of(found[0])
     return found, (socket.gethostname(),), mesh_of({AXIS: -1}, found), communicator, kind
 
