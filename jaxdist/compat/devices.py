@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 from typing import Any
 
 sharding_of = operator.attrgetter("_sharding")
@@ -91,11 +92,12 @@ def tpu_cluster() -> Any:
 def libtpu_problem() -> str | None:
     """Why libtpu is not the one that this JAX is for; None: it is, or is not a released one, or is not there."""
     # jax 0.10-0.12 names its libtpu in the extra "tpu", and does not check. Another one may crash the process.
-    if "TPU_LIBRARY_PATH" in os.environ:
+    package = importlib.util.find_spec("libtpu")
+    path = os.environ.get("TPU_LIBRARY_PATH", "")  # the user's, or what JAX has set to the package's
+    if package is None or not path.startswith(str(Path(package.origin or "").parent)):
         return None
-    wanted = next(
-        (found[1] for text in requires("jax") or () if (found := re.match(r"libtpu==([\d.]+)\.\*", text))), ""
-    )
+    needs = [re.match(r"libtpu==([\d.]+)\.\*", text) for text in requires("jax") or ()]
+    wanted = next((found[1] for found in needs if found), "")
     try:
         there = version("libtpu")
     except PackageNotFoundError:

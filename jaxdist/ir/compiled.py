@@ -20,7 +20,7 @@ _KINDS = {
     "collective-permute": "permute",
     "collective-broadcast": "broadcast",
 }
-_FLOW = {"while", "conditional", "call", "async-start"}
+_FLOW = {"while", "conditional", "call", "async-start", "call-start"}  # the last on a TPU's sparse cores
 _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _NAME = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")

@@ -1,6 +1,5 @@
 """A step on hypothetical devices: emit it, compile it, and read figures from both."""
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -9,10 +8,11 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -106,10 +106,14 @@ class Elsewhere:
         lowered = ahead.program.lower()
         key = hashlib.sha256(lowered.as_text().encode()).digest(), ahead.arguments
         if key not in self.programs:
-            with _silence() if self.compiled_for != "cpu" else contextlib.nullcontext():
-                # Of a program that does not fit, XLA for TPUs says what it takes only if told to go on.
-                compiled = lowered.compile({"xla_tpu_no_crash_on_oom": True} if self.compiled_for == "tpu" else None)
-            self.programs[key] = _read(compiled, ahead, self.topology.devices, self.compiled_for == "cpu")
+            least = ahead.least + ahead.held_at_once
+            for_tpus = self.compiled_for == "tpu"
+            compiled = _for_tpus(lowered, least > self.memory) if for_tpus else _quietly(lowered.compile)
+            if compiled is None:
+                self.note("XLA for TPUs compiles no program with arrays that do not fit: its peak is estimated")
+                self.programs[key] = dataclasses.replace(self.bound(ahead), peak=max(least, self.memory + 1))
+            else:
+                self.programs[key] = _read(compiled, ahead, self.topology.devices, self.compiled_for == "cpu")
         return dataclasses.replace(self.programs[key], ahead=ahead, seconds=time.monotonic() - began)
 
     def bound(self, ahead: Ahead) -> Needs:
@@ -191,13 +195,27 @@ class Elsewhere:
         )  # fmt: skip
 
 
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Silence XLA for GPUs, which complains on standard error about programs that do not fit."""
+def _for_tpus(lowered: Any, too_large: bool) -> Any:
+    """Compile a program for TPUs; None if it is so large that XLA can't."""
+    try:
+        # Of a program that does not fit, XLA for TPUs says what it takes only if told to go on.
+        return _quietly(lambda: lowered.compile({"xla_tpu_no_crash_on_oom": True}))
+    except jax.errors.JaxRuntimeError as error:
+        wide = " TPUs have no 64-bit floats; XLA imitates some operations on them." * bool(
+            re.search(r"tensor<(\d+x)*(f64|complex<f64>)>", lowered.as_text())
+        )
+        said = str(error).partition("\n")[0]
+        if too_large or said.startswith("RESOURCE_EXHAUSTED"):
+            return None
+        raise ValueError(f"XLA can't compile the step for TPUs: {said}.{wide}") from error
+
+
+def _quietly(compile_program: Callable[[], Any]) -> Any:
+    """Call it without XLA's complaints on standard error, such as those about programs that do not fit."""
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:
-        yield
+        return compile_program()
     finally:
         os.dup2(kept, 2)
         os.close(kept)

@@ -8,7 +8,7 @@ writes as ``send`` and ``recv``.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from jaxdist.ir.compiled import Computations, Instruction, computations
@@ -54,20 +54,26 @@ def _turns(loop: Instruction, body: list[Instruction], computations: Computation
     """Return how often a loop runs: as XLA says, or as its counter and limit say; 1 if neither is known."""
     if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
         return int(known)
-    test = {one.name: one for one in computations.get(loop.attribute(r"condition=%?([\w.\-]+)") or "", ())}
-    compare = next((one for one in test.values() if one.opcode == "compare" and "direction=LT" in one.rest), None)
-    if compare is None:
-        return 1
-    counter, limit = (test.get(name) for name in compare.operands)
     outside = {one.name: one for one in body}
-    index, carry = counter and counter.attribute(r"index=(\d+)"), outside.get(loop.operands[0])
-    if limit is None or index is None or carry is None or carry.opcode != "tuple":
+    test = computations.get(loop.attribute(r"condition=%?([\w.\-]+)") or "", ())
+    carry = outside.get(loop.operands[0])
+    limits = [int(n) for one in test if one.opcode == "constant" and (n := one.attribute(r"^\((\d+)\)"))]
+    counters = [one.attribute(r"index=(\d+)") for one in test if one.opcode == "get-tuple-element"]
+    if not limits or carry is None or carry.opcode != "tuple":
         return 1
-    start = outside.get(carry.operands[int(index)])
-    while start and start.opcode in _SAME:
-        start = outside.get(start.operands[0])
-    first, last = (one and one.opcode == "constant" and one.attribute(r"\((\d+)\)") for one in (start, limit))
-    return int(last) - int(first) if first and last else 1
+    found = [_constant(carry.operands[int(index)], outside) for index in counters if index]
+    starts = [start for start in found if start is not None]
+    # An integer of 64 bits is two of 32 on TPUs, the upper of which is 0.
+    return max(1, max(limits) - max(starts)) if starts and len(starts) == len(found) else 1
+
+
+def _constant(name: str, body: Mapping[str, Instruction]) -> int | None:
+    """Return the constant that a name stands for, through copies."""
+    one = body.get(name)
+    while one and one.opcode in _SAME:
+        one = body.get(one.operands[0])
+    value = one.attribute(r"^\((\d+)\)") if one and one.opcode == "constant" else None
+    return None if value is None else int(value)
 
 
 class _Message(NamedTuple):
@@ -87,7 +93,7 @@ def _message(one: Instruction, computations: Computations, devices: int) -> _Mes
         return _Message(_BETWEEN_SLICES.get(transfer, "permute"), part, _across_slices(one, devices), ends_later=True)
     name = one.attribute(r"calls=%?([\w.\-]+)") or ""
     fused = one.opcode == "fusion" and _FUSED.match(one.name) is not None
-    called = [name] if fused else one.called if one.opcode == "async-start" else []
+    called = [name] if fused else one.called if one.opcode in ("async-start", "call-start") else []
     wrapped = [inner for name in called for inner in computations.get(name, ()) if inner.kind]
     own = wrapped[0] if len(wrapped) == 1 else one
     if not own.kind:
@@ -126,8 +132,8 @@ def _hidden(body: list[Instruction], start: int, types: dict[str, str]) -> bool:
 def _moved(type_: str, kind: str, started: bool) -> tuple[int, str]:
     """Return the bytes and dtypes of the whole arrays: the larger of input and output, if known."""
     parts = _parts(type_)
-    if started and kind != "all-reduce" and len(parts) > 1:
-        # (operands, results, …); an all-reduce's start has the type of its results.
+    if started and len(parts) > 1 and (kind != "all-reduce" or parts[0].startswith("(")):
+        # (operands, results, …); an all-reduce's start has the type of its results before jaxlib 0.12.
         parts = [parts[0] if kind == "reduce-scatter" else parts[1]]
     arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", " ".join(parts))
     size = 0

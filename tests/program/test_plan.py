@@ -2,9 +2,11 @@
 
 import functools
 import gc
+import importlib
 import importlib.util
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ import optax
 import pytest
 from harness import programs
 from harness.check import decorated, train_step
-from harness.errors import raises
+from harness.errors import missing, raises
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -29,10 +31,15 @@ ADAM = optax.adam(1e-3)
 SHAPES = {"layers": (LAYERS, WIDTH, WIDTH), "odd": (WIDTH, 13), "small": (3,)}
 """`odd` has padding on 8 devices, `small` is smaller than they are many."""
 
-for_gpus = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None,
-    reason="NO COMPILER FOR GPUS: schedules are not tested; CI's newest run has it (jaxdist[cuda12], needs no GPU)",
-)
+
+def compiler(module: str, extra: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(
+        importlib.util.find_spec(module) is None,
+        reason=f"NO COMPILER of jaxdist[{extra}]: its programs are not tested; CI's newest run has it, no device",
+    )
+
+
+for_gpus, for_tpus = compiler("jax_cuda12_plugin", "cuda12"), compiler("libtpu", "tpu")
 
 
 def make_params() -> dict[str, Any]:
@@ -317,19 +324,131 @@ def test_fit_over_meshes() -> None:
 # --- compiled for GPUs, without one
 
 
-@for_gpus
-def test_programs_for_gpus() -> None:
-    tx = jaxdist.zero(ADAM, 3)
-    rows = 1 << 21  # a step on fewer is small for these, and not divided
-    found: Any = jaxdist.plan(step_of(tx), *abstract(tx, rows), topology="2x4xH100")
-    assert found.compiled_for == "cuda"
+# --- programs for GPUs and TPUs
+
+
+WHOLE = 4 * 1024 * 1024 * 4 + 1024 * 16 * 4  # bytes of the parameters of `deep` in float32
+
+
+def deep(tx: Any, dtype: Any = jnp.float32, mesh: Any = None, columns: int = 16) -> tuple[Any, ...]:
+    """A step through layers of a loop, each computed again in the backward pass, and its arguments."""
+
+    def loss(p: Any, x: Any) -> Any:
+        x, _ = lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None)), x, p["layers"])
+        return jnp.mean((x @ p["out"]) ** 2)
+
+    params = {
+        "layers": jax.ShapeDtypeStruct((4, 1024, 1024), dtype),
+        "out": jax.ShapeDtypeStruct((1024, columns), dtype),
+    }
+    step = train_step(loss, tx)
+    over = jaxdist.parallel(step, mesh=mesh, donate=True) if mesh else jaxdist.data_parallel(step, donate=True)
+    return over, params, jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((1 << 17, 1024), dtype)
+
+
+# A strategy; what is sent along which axis, relative to the bytes of the parameters. A reduction along two slices is
+# one in each, and one between them. What is gathered at level 3 may be bfloat16, as TPUs multiply it, and come twice.
+SENT: list[tuple[str, Any, dict[tuple[str, str], float]]] = [
+    ("level 0", lambda: deep(jaxdist.zero(ADAM, 0)), {("", "all-reduce"): 1}),
+    ("level 1", lambda: deep(jaxdist.zero(ADAM, 1)), {("", "reduce-scatter"): 1, ("", "all-gather"): 1}),
+    ("level 3", lambda: deep(jaxdist.zero(ADAM, 3)), {("", "reduce-scatter"): 1, ("", "all-gather"): 2}),
+    (
+        "bfloat16", lambda: deep(jaxdist.zero(ADAM, 1), jnp.bfloat16),
+        {("", "reduce-scatter"): 1, ("", "all-gather"): 0.5},
+    ),
+    (
+        "offload", lambda: deep(jaxdist.zero(ADAM, 1, offload=True)),
+        {("", "reduce-scatter"): 1, ("", "all-gather"): 1},
+    ),
+    (
+        "within 4", lambda: deep(jaxdist.zero(ADAM, 1, within=4)),
+        {("", "reduce-scatter"): 1, ("", "all-reduce"): 0.25, ("", "all-gather"): 1},
+    ),
+    ("model", lambda: deep(ADAM, mesh={"data": -1, "model": 4}), {("data", "all-reduce"): 0.25}),
+]  # fmt: skip
+PEAKS = {"level 0": 3, "level 1": 1 + 2 / 8, "level 3": 3 / 8, "bfloat16": (1 + 2 / 8) / 2}  # of the state, likewise
+
+
+@pytest.mark.optimised
+@pytest.mark.parametrize("topology", [pytest.param("8xH100", marks=for_gpus), pytest.param("v5e:2x4", marks=for_tpus)])
+@pytest.mark.parametrize(("name", "make", "sent"), SENT, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_a_strategy_sends(name: str, make: Any, sent: dict[tuple[str, str], float], topology: str) -> None:
+    step, *args = make()
+    found = jaxdist.plan(step, *args, topology=topology, levels=())
+    own, mesh = found.own, step.mesh
+    assert found.compiled_for == ("cuda" if "H100" in topology else "tpu")
+    moved = {(row.axis, row.kind): row.bytes / WHOLE for row in own.traffic if row.bytes > WHOLE / 100}
+    of_weights = {key: size for key, size in moved.items() if "model" not in key[0]}
+    low = {key: (0.49 if name == "level 3" and key[1] == "all-gather" else 0.98) * size for key, size in sent.items()}
+    assert of_weights.keys() == sent.keys()
+    assert all(low[key] <= of_weights[key] <= 1.02 * size for key, size in sent.items()), of_weights
+    assert bool(mesh) == ("model" in {axis for axis, _ in moved})
+    assert own.bytes.get("results", 0) < WHOLE / 100, "the state is donated, and its memory used again"
+    if name in PEAKS:
+        assert own.bytes["parameters"] + own.bytes["optimizer state"] == pytest.approx(PEAKS[name] * WHOLE, rel=0.01)
+    assert (own.host > 0) == (name == "offload")
+
+
+@pytest.mark.optimised
+@pytest.mark.parametrize(
+    ("topology", "overlapped"),
+    [
+        pytest.param("8xH100", {"reduce-scatter", "all-gather"}, marks=for_gpus),
+        pytest.param("v5e:2x4", {"all-gather"}, marks=for_tpus),  # XLA's reductions of a loop's body wait
+    ],
+)
+def test_messages_run_beside_the_computation(
+    topology: str, overlapped: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    step, *args = importlib.import_module("gpt").planned(
+        layers=2, heads=16, width=1024, context=512, bf16=True, batch_size=32, level=3
+    )
+    own = jaxdist.plan(step, *args, topology=topology, levels=()).own
+    assert {row.kind for row in own.traffic if (row.overlapped or 0) > 0.3} >= overlapped
+    gathered = sum(row.bytes for row in own.traffic if row.kind == "all-gather")
+    assert 1.8 < gathered / (2 * 2 * 12 * 1024**2) < 2.4, "parameters in bfloat16, for each pass; in all turns of loops"
+
+
+@for_tpus
+@pytest.mark.optimised
+def test_what_slices_of_tpus_send_each_other() -> None:
+    step, *args = deep(jaxdist.zero(ADAM, 1, within="host"))
+    found = jaxdist.plan(step, *args, topology="2xv5e:2x4", levels=())
     own = found.own
-    assert 0 <= own.total.overlapped <= 1
-    assert {row.kind for row in own.traffic} == {"all-gather", "reduce-scatter", "all-reduce"}
-    whole = sum(x.nbytes for x in make_params().values())
-    assert whole <= {row.kind: row.bytes for row in own.traffic}["all-gather"] <= 2.5 * whole
-    kept = [sum(one.bytes[kind] for kind in ("parameters", "optimizer state")) for one in found.candidates]
-    assert kept == sorted(kept, reverse=True)
+    between = sum(row.between for row in own.traffic)
+    assert between == pytest.approx(WHOLE, rel=0.02), "of each slice, an all-reduce of the gradients between two"
+    assert own.bytes["optimizer state"] == pytest.approx(2 / 8 * WHOLE, rel=0.01), "in shards within a slice"
+    assert "between slices" in str(found)
+
+
+@for_tpus
+def test_a_program_that_does_not_fit_tpus_says_what_it_lacks() -> None:
+    step, *args = deep(ADAM, columns=1 << 20)
+    found = jaxdist.planning.fit(step, *args, topology="v5e:2x2")
+    assert found.chosen is None
+    assert missing(("nothing fits", "lacks"), str(found)) == []
+    assert found.own.bytes["parameters"] > 4 << 30
+
+
+@for_tpus
+def test_what_no_tpu_computes_says_so() -> None:
+    with jax.enable_x64(True):
+        step, *args = deep(jaxdist.zero(ADAM, 1), jnp.float64)
+        with raises(ValueError, "TPUs", "64-bit floats", "UNIMPLEMENTED"):
+            jaxdist.plan(step, *args, topology="v5e:2x4", levels=())
+    with raises(ValueError, "v5p:3x2x2"):
+        planned(0, "v5p:3x2x2")
+
+
+def test_a_compiler_for_tpus_of_another_version_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = tmp_path / "libtpu-0.0.1.dist-info" / "METADATA"
+    about.parent.mkdir()
+    about.write_text("Metadata-Version: 2.1\nName: libtpu\nVersion: 0.0.1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = planned(1, "v5e:2x4", levels=())
+    assert found.compiled_for == "cpu"
+    assert missing(("libtpu 0.0.1 is installed", "jaxdist[tpu]"), " ".join(found.notes)) == []
 
 
 @for_gpus
