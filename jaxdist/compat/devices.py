@@ -92,10 +92,9 @@ def tpu_cluster() -> Any:
 def libtpu_problem() -> str | None:
     """Why libtpu is not the one that this JAX is for; None: it is, or is not a released one, or is not there."""
     # jax 0.10-0.12 names its libtpu in the extra "tpu", and does not check. Another one may crash the process.
-    package = importlib.util.find_spec("libtpu")
-    path = os.environ.get("TPU_LIBRARY_PATH", "")  # the user's, or what JAX has set to the package's
-    if package is None or not path.startswith(str(Path(package.origin or "").parent)):
-        return None
+    package, path = importlib.util.find_spec("libtpu"), os.environ.get("TPU_LIBRARY_PATH")
+    if package and path and not path.startswith(str(Path(package.origin or "").parent)):
+        return None  # another one, of the user: JAX itself sets the variable to the package's
     needs = [re.match(r"libtpu==([\d.]+)\.\*", text) for text in requires("jax") or ()]
     wanted = next((found[1] for found in needs if found), "")
     try:

@@ -40,7 +40,8 @@ def _tpu_slices(timeout: float) -> dict[str, str]:
     try:
         if (cluster := compat.tpu_cluster()) is None:
             return {}
-        address = cluster.get_coordinator_address(timeout_secs=int(timeout), override_coordinator_port=None)
+        port = os.environ.get("JAX_COORDINATOR_PORT")  # as for JAX
+        address = cluster.get_coordinator_address(timeout_secs=int(timeout), override_coordinator_port=port)
         host, _, port = address.rpartition(":")
         numbers = {"RANK": str(cluster.get_process_id()), "WORLD_SIZE": str(cluster.get_process_count())}
     except Exception as error:  # of `requests`, which asks the metadata server, of the variables, or of DNS

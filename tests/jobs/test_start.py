@@ -42,6 +42,8 @@ STARTS = [
     Start(
         "joins devices=2 lanes=4", ("devices=2", "lanes=4"), True, env={"JAXDIST_LANES": "4", "JAXDIST_DEVICES": "2"}
     ),
+    Start("joins lanes=4 lanes=4", ("lanes=4", "TPUs"), True, env={"JAX_PLATFORMS": "tpu"}),
+    Start("joins communicator=mpi communicator=mpi", ("'mpi'", "TPUs"), True, env={"JAX_PLATFORMS": "tpu"}),
     Start("connects", ranks=3, env={"http_proxy": PROXY, "https_proxy": PROXY, "no_proxy": None}),
     Start("other_processors", ("rank 0", "rank 1", "Mine", "Yours", "max_isa"), True, quick=True),
     Start("other_processors --xla_cpu_max_isa=AVX2"),
@@ -64,6 +66,17 @@ def test_processes_come_together_or_say_why_not(given: Start) -> None:
         assert bool(result.returncode) == given.fails, result.output
         assert ("FINE" in result.stdout) != given.fails, result.output
         assert missing(given.tokens, result.output) == [], result.output
+
+
+@pytest.mark.slow
+def test_libtpu_of_another_version(tmp_path: Path) -> None:
+    about = tmp_path / "libtpu-0.0.1.dist-info" / "METADATA"
+    about.parent.mkdir()
+    about.write_text("Metadata-Version: 2.1\nName: libtpu\nVersion: 0.0.1\n")
+    command = [SCRIPT, "joins", "communicator=xla", "communicator=xla"]
+    for result in jobs.launch("hand", 2, command, {"JAX_PLATFORMS": "tpu", "PYTHONPATH": str(tmp_path)}).finish(90):
+        assert result.returncode != 0
+        assert missing(("libtpu 0.0.1", "jaxdist[tpu]"), result.output) == [], result.output
 
 
 def test_a_process_alone() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from harness import jobs
-from harness.errors import raises
+from harness.errors import missing, raises
 
 from jaxdist import connectors  # private: what an environment of a cluster chooses, where there is no cluster
 
@@ -207,6 +207,11 @@ def said(result: jobs.Result) -> list[list[str]]:
 AGENT = {"LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "{taken}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 POD = {"JAX_PROCESS_ID": "{rank}", "JAX_COORDINATOR_ADDRESS": "127.0.0.1:{port}"}
 OLD_POD = {"PROCESS_ID": "{rank}", "COORDINATOR_ADDRESS": "127.0.0.1", "COORDINATOR_PORT": "{port}"}
+# As in GKE. JAX takes a process to be on a TPU's host where it finds chips, or where this is set.
+TPU = {
+    "JAX_FORCE_TPU_INIT": "1", "TPU_WORKER_HOSTNAMES": "127.0.0.1", "TPU_WORKER_ID": "0", "MEGASCALE_NUM_SLICES": "",
+    "MEGASCALE_SLICE_ID": "", "MEGASCALE_COORDINATOR_ADDRESS": "127.0.0.1", "JAX_COORDINATOR_PORT": "{port}",
+}  # fmt: skip
 MEETINGS = {
     "an address": ("tcp://127.0.0.1:{port}", {"RANK": "{rank}", "WORLD_SIZE": "2"}, "tcp://127.0.0.1:{port}"),
     "torchrun": (
@@ -215,6 +220,10 @@ MEETINGS = {
     ),
     "Kubeflow's Trainer": ("auto", TRAINER | POD, "env"),
     "Kubeflow's JAXJob": ("auto", JAXJOB | OLD_POD, "env"),
+    "a TPU slice": ("auto", TPU | {"TPU_WORKER_HOSTNAMES": "127.0.0.1,localhost", "TPU_WORKER_ID": "{rank}"}, "env"),
+    "TPU slices": (
+        "auto", TPU | {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "{rank}"}, "env"
+    ),
 }  # fmt: skip
 """What `init` is given, what the environment holds, and the connector's name."""
 
@@ -230,6 +239,23 @@ def test_two_ranks(name: str) -> None:
             job.start([*WHO, where.format(**filled)], {"JAXDIST_SECRET": "x", **own})
         done = job.end(60)
     assert said(done) == [[connector.format(port=port), str(r), "2", str(r), "2", "xla"] for r in range(2)], done.output
+
+
+@pytest.mark.parametrize(
+    ("where", "env", "tokens"),
+    [
+        (
+            "auto",
+            TPU | {"MEGASCALE_NUM_SLICES": None, "GCE_METADATA_IP": "127.0.0.1:9"},
+            ("TPU_WORKER_ID", "WORLD_SIZE"),
+        ),
+        ("tpu", {}, ("connector 'tpu'", "no TPU")),
+    ],
+)
+def test_a_tpu_whose_slice_is_not_known(where: str, env: dict[str, str | None], tokens: tuple[str, ...]) -> None:
+    done = jobs.Job().start([*WHO, where], env | {"JAX_COORDINATOR_PORT": None}).end(60)
+    assert done.returncode != 0
+    assert missing(tokens, done.output) == []
 
 
 @pytest.mark.slow
