@@ -46,8 +46,8 @@ def zero(
       level: what to shard, with the bytes per parameter on each of N devices (float32, Adam). 0: nothing (16). 1: the
         optimizer state (8 + 8/N). 2: gradients too (4 + 12/N). 3: parameters too (16/N), gathered where they are used;
         needs ``tx.update(grads, opt_state, params)``.
-      within: the devices that share a leaf: all (None), those of each host (``"host"``; of TPUs, each slice), or this many
-        in a row. Only slices of gradients are sent between groups (hybrid sharding).
+      within: the devices that share a leaf: all (None), those of each host or TPU slice (``"host"``), or this many in
+        a row. Only slices of gradients are sent between groups (hybrid sharding).
       split: ``"owners"`` computes each whole matrix on one device, ``"slices"`` on all where possible. None chooses.
       offload: keep the optimizer state in host memory between steps. No effect on CPUs.
       precision: ``"bf16"`` or ``"fp16"`` for parameters in 16 bits, rounded from a float32 copy that `tx` updates. With

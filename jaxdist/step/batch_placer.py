@@ -20,6 +20,8 @@ from jaxdist.placements.model.values import is_narrow
 from jaxdist.step import batch
 from jaxdist.step.leaves import spans
 
+_Cut = Callable[[Leaf], list[Leaf]]
+
 
 class BatchPlacer:
     """Puts batches onto one mesh.
@@ -72,9 +74,10 @@ class BatchPlacer:
         here, x = self._share.rows(rows), _lengthened(x, others)
         x = _extended(x, [here.stop - here.start - x.shape[0], *[0] * (x.ndim - 1)])
         shape = (rows, *x.shape[1:])
-        slices = _local_slices(target_sharding, shape, self._share)
-        pieces = [(device, x if entries is None else x[entries]) for device, entries in slices.items()]
-        shards = [jax.device_put(piece, device) for device, piece in pieces]
+        devices, cut, program = _cutter(target_sharding, shape, self._share)
+        # Under `jax.transfer_guard`, an index of an array of JAX may not be moved to its device: a program has it.
+        pieces = program(x) if isinstance(x, jax.Array) and len(devices) > 1 else cut(x)
+        shards = [jax.device_put(piece, device) for device, piece in zip(devices, pieces, strict=True)]
         return jax.make_array_from_single_device_arrays(shape, target_sharding, shards)
 
 
@@ -89,10 +92,8 @@ def _mover(target_sharding: NamedSharding, target: Layout, shape: tuple[int, ...
 
 
 @functools.lru_cache(1024)
-def _local_slices(
-    joined_sharding: NamedSharding, shape: tuple[int, ...], share: Share
-) -> dict[Device, tuple[slice, ...] | None]:
-    """Return what each device of this process holds of the rows that this process passes; None: all, without a copy.
+def _cutter(joined_sharding: NamedSharding, shape: tuple[int, ...], share: Share) -> tuple[list[Device], _Cut, _Cut]:
+    """Return the devices of this process, a function that cuts the rows that it passes into theirs, and its program.
 
     JAX tells the slice of the whole batch. With two rows in each of four parts, of which this process passes 2 and 3,
     the row 6 of the batch is its own row 2.
@@ -103,7 +104,11 @@ def _local_slices(
         (first, end), *others = (s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
         bounds = [(first - here.start, end - here.start), *others]
         slices[device] = None if bounds == everything else tuple(slice(*ends) for ends in bounds)
-    return slices
+
+    def cut(x: Leaf) -> list[Leaf]:
+        return [x if part is None else x[part] for part in slices.values()]
+
+    return list(slices), cut, jax.jit(cut)
 
 
 def _filled(x: Leaf, target: Layout) -> jax.Array | np.ndarray:
