@@ -98,8 +98,8 @@ class DeviceMap:
         if sum(map(len, different)) > count or len(set(map(len, different))) > 1:
             raise ValueError(
                 f"mesh {dict(self.mesh.shape)} on {len(parts)} processes: some have only a part of their examples in "
-                f"common. Take a number of processes and sizes of axes such that the size of {AXIS!r} divides the "
-                "number of processes, or the other way round"
+                f"common. Put {AXIS!r} first in the mesh, or take a size of it that divides the number of processes, "
+                "or the other way round"
             )
         if apart := [rank for rank, places in parts.items() if places[-1] - places[0] >= len(places)]:
             raise ValueError(

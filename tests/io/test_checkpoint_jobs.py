@@ -53,14 +53,22 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_from_any_processes_and_devices_onto_any_others(tmp_path: Path) -> None:
+    for step, (ranks, devices) in enumerate([(2, 2), (1, 4), (2, 3), (3, 1), (2, 2)]):
+        word = f'checkpoints:goes_on["{tmp_path}", {step}]'
+        jobs.cases(ranks, "xla", tmp_path, word, how="hand", env={"JAXDIST_DEVICES": str(devices)})
+
+
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_training_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """30 steps, restarted on fewer ranks and at another level: the losses and the weights of one process."""
+    """30 steps, restarted on others and at another level: the losses and the weights of one process."""
     straight, found = training.run(str(tmp_path / "straight"), 30, 0), dict[str, Any]()
     losses = list[float]()
-    for ranks, how, steps, level in ((4, "hand", 12, 3), (3, "mpirun", 23, 2), (2, "hand", 30, 1)):
+    for ranks, devices, steps, level in ((4, 1, 12, 3), (2, 2, 18, 2), (3, 0, 23, 2), (1, 3, 27, 3), (2, 1, 30, 1)):
         words = [training.__file__, str(tmp_path / "cut"), str(steps), str(level), "--x64"]
-        done = jobs.run(how, ranks, words, {"JAXDIST_COMMUNICATOR": "mpi" if how == "mpirun" else None})
+        env = {"JAXDIST_DEVICES": str(devices)} if devices else {"JAXDIST_COMMUNICATOR": "mpi"}
+        done = jobs.run("hand" if devices else "mpirun", ranks, words, env)
         found = json.loads(done.stdout.partition("FOUND ")[2].partition("\n")[0])
         losses += found["losses"]
     np.testing.assert_allclose(losses, straight["losses"], atol=1e-10, rtol=0)

@@ -82,15 +82,21 @@ MESHES: dict[str, list[dict[str, int]]] = {
     FOUR: [{"data": 2, "model": 2}, {"data": 2, "sequence": 2}],
     FOUR_MPI: [{"model": 2, "data": 2}, {"model": 2, "sequence": 2}],
     PAIRS: [{"data": 2, "model": 2}, {"model": 2, "data": 2}, {"sequence": 4, "data": 1}],
+    TRIPLES: [
+        {"data": 2, "model": 3},
+        {"model": 3, "data": 2},
+        {"model": 2, "data": 3},
+    ],  # inside processes, and across
+    THREE_PAIRS: [{"data": 3, "model": 2}, {"model": 3, "data": 2}],
 }
 ROWS_OF: list[Row] = [
     # What every rank compares by itself.
     Row(["collectives:numbers"], TWO, (FOUR, FOUR_MPI)),
-    Row(["collectives:details"], TWO, (THREE,)),
+    Row(["collectives:details"], TWO, (THREE, PAIRS)),
     Row([word("collectives:moves", "float32", "complex64")], TWO),
     Row([word("collectives:reductions", 17)], (MPIRUN,)),
     Row([word("collectives:reductions", 16)], (), (MPIRUN,)),
-    Row(["collectives:guarded"], (RUN,), (MPIRUN,)),
+    Row(["collectives:guarded"], (RUN,), (MPIRUN, PAIRS)),
     Row(["collectives:refused"], (RUN,), (MPIRUN,)),
     Row([word("collectives:random_calls", 8)], (MPIRUN,), ()),
     Row([word("collectives:random_calls", 10)], (), (THREE, FOUR)),
@@ -105,12 +111,12 @@ ROWS_OF: list[Row] = [
     Row(["collectives:in_pieces"], (), (MPIRUN,)),
     Row(["collectives:threads"], (MPIRUN,), (HAND,)),
     Row([word("calls:steps", 0, 3)], (), (RUN,)),
-    Row([word("calls:steps", 1, 3)], (MPIRUN,)),
-    Row([word("calls:steps", 2, 3)], (), (HAND,)),
+    Row([word("calls:steps", 1, 3)], (MPIRUN,), (PAIRS, TRIPLES)),
+    Row([word("calls:steps", 2, 3)], (), (HAND, PAIRS)),
     Row(["calls:refused"], (RUN,), (MPIRUN,)),
-    Row(["calls:said"], (RUN,), (THREE,)),
+    Row(["calls:said"], (RUN,), (THREE, PAIRS)),
     Row(["state:compared"], (RUN, PAIRS), (FOUR,)),
-    Row(["state:checked_in_steps"], (), (RUN, THREE)),
+    Row(["state:checked_in_steps"], (), (RUN, THREE, PAIRS)),
     Row([word("state:differs", "FOLDER")], (), (RUN, MPIRUN, PAIRS)),
     Row(["rows:steps", "rows:known"], (MPIRUN,), (THREE, RUN)),
     Row(["rows:steps"], (), (PAIRS,)),
@@ -138,7 +144,7 @@ ROWS_OF: list[Row] = [
     Row([word("one_device:optimizers_in_shards", "EXPECTED", OPTIMIZERS[::2], 0, None)], (), (MPIRUN,)),
     Row([word("one_device:optimizers_in_shards", "EXPECTED", SOME, 2, 2)], (), (FOUR, PAIRS, THREE_PAIRS)),
     Row([word("one_device:between_axes", "EXPECTED", ["clip_adamw"])], (), (FOUR, FOUR_MPI)),
-    Row(["one_device:chosen"], (), (HAND, FOUR_MPI)),
+    Row(["one_device:chosen"], (), (HAND, FOUR_MPI, TRIPLES)),
     Row(["one_device:places"], (), (FOUR, FOUR_MPI)),
 ]  # fmt: skip
 

@@ -27,6 +27,19 @@ def two_steps(path: str) -> None:
     assert same(jax.tree.map(np.asarray, jaxdist.unshard(got)), like | {"w": WIDE + 20, "step": np.asarray(20)})
 
 
+def goes_on(path: str, step: int) -> None:
+    """State that another job has saved comes back bit for bit, and is saved anew."""
+    whole = {"w": WIDE, "odd": WIDE[:7, :3].view(np.float32), "row": WIDE[0], "step": 0}
+    state = {name: jaxdist.shard(x) if name in ("w", "odd") else x for name, x in whole.items()}
+    if step:
+        state = jaxdist.restore(path, jax.tree.map(lambda x: x, state))
+        got = jax.tree.map(np.asarray, jaxdist.unshard(state))
+        assert int(got.pop("step")) == step - 1
+        assert {n: x.tobytes() for n, x in got.items()} == {n: whole[n].tobytes() for n in got}
+    jaxdist.save(path, {**state, "step": step}, step)
+    assert state["w"].sharding.num_devices == ctx.num_devices
+
+
 def damaged(path: str) -> list[Any]:
     """One bit of the second: what is said of it, and what comes back if it is passed over."""
     file = data_file(Path(path, "20"))
