@@ -15,8 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxdist import streams
 from jaxdist.mesh import from_host
 
-# A line a rank, on standard output, for each set of processes that it connects; nothing turns it off.
-_CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected to ")
+# A line for each device, on standard output, for each set of devices that it connects; nothing turns it off. The lines
+# of several devices of a process are mixed, piece by piece.
+_PIECES = re.compile(rb"\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of connected peer ranks is : ")
 _lock = threading.Lock()  # there is one standard output
 _connected: set[tuple[Any, ...]] = set()
 
@@ -30,13 +31,13 @@ def connect(mesh: Mesh, names: Sequence[str]) -> None:
     each = NamedSharding(mesh, cut)
     ones = from_host((mesh.size,), each, lambda _: np.ones(1, np.int32))
     sum_of = jax.shard_map(lambda x: lax.psum(x, tuple(names)), mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False)
-    with _lock, _without_chatter():
+    with _lock, _without_chatter(mixed=len(mesh.local_devices) > 1):
         jax.block_until_ready(jax.jit(sum_of)(ones))
     _connected.add(between)
 
 
 @contextlib.contextmanager
-def _without_chatter() -> Iterator[None]:
+def _without_chatter(mixed: bool) -> Iterator[None]:
     streams.flush()
     try:
         own = os.dup(1)
@@ -52,4 +53,9 @@ def _without_chatter() -> Iterator[None]:
         os.dup2(own, 1)
         os.lseek(held, 0, os.SEEK_SET)
         with os.fdopen(own, "wb") as output, os.fdopen(held, "rb") as lines:
-            output.writelines(line for line in lines if not _CHATTER.match(line))
+            output.writelines(line for line in lines if not _is_chatter(line, mixed))
+
+
+def _is_chatter(line: bytes, mixed: bool) -> bool:
+    rest, pieces = _PIECES.subn(b"", line)
+    return (pieces > 0 or mixed) and not rest.strip(b"0123456789 \n")

@@ -38,6 +38,7 @@ STARTS = [
     Start("joins communicator=mpi communicator=mpi", ("communicator 'mpi'",), True),
     Start("joins communicator=mpi communicator=mpi", ("rank 0", "one device each"), True, env={"JAXDIST_DEVICES": "2"}),
     Start("joins devices=3", ("3 devices",), ranks=1, quick=True, env={"XLA_FLAGS": ""}),
+    Start("joins devices=4 devices=4"),
     Start("joins devices=2 devices=3", ("2 on rank 0", "3 on rank 1", "--devices"), True, quick=True),
     Start(
         "joins devices=2 lanes=4", ("devices=2", "lanes=4"), True, env={"JAXDIST_LANES": "4", "JAXDIST_DEVICES": "2"}
@@ -65,6 +66,7 @@ def test_processes_come_together_or_say_why_not(given: Start) -> None:
     for result in results:
         assert bool(result.returncode) == given.fails, result.output
         assert ("FINE" in result.stdout) != given.fails, result.output
+        assert "peer ranks" not in result.stdout, "gloo's chatter, mixed between the devices of a process"
         assert missing(given.tokens, result.output) == [], result.output
 
 
