@@ -21,6 +21,7 @@ from jaxdist import compat, connectors
 from jaxdist.control import failfast, scratch
 from jaxdist.errors import in_words
 from jaxdist.runtime.context import Context, init, started
+from jaxdist.runtime.devices import number_asked
 from jaxdist.runtime.transfer import Pickler, ResultPickler
 from jaxdist.text import name_of
 
@@ -40,6 +41,7 @@ def spawn(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
+    devices: int | None = None,
     prefix: bool = False,
 ) -> list[T]:
     """Run ``fn(*args, **kwargs)`` on n ranks of this machine, and return the results of all ranks.
@@ -53,6 +55,7 @@ def spawn(
       n: the number of ranks. They divide the GPUs, if there are any.
       args: arguments of the function. JAX arrays arrive as JAX arrays.
       kwargs: keyword arguments of the function.
+      devices: the number of devices of each rank. By default one CPU, or its GPUs.
       prefix: write the rank before each line.
 
     Returns:
@@ -77,6 +80,7 @@ def spawn(
 
     if type(n) is not int or n < 1:
         raise ValueError(f"spawn(fn, n={n!r}): expected a number of ranks, 1 or more")
+    devices = number_asked("devices", devices)
     context = started()
     if (context is not None and context.size > 1) or connectors.choose() != "local":
         raise RuntimeError(
@@ -91,6 +95,7 @@ def spawn(
         _write_task(folder, fn, tuple(args), dict(kwargs or {}))
         command = [sys.executable, "-c", _START.format(path=sys.path, folder=name)]
         environment = {"PYTHONUNBUFFERED": "1", "JAXDIST_RESTARTS": "0", "JAXDIST_COMMUNICATOR": "xla"}
+        environment |= {"JAXDIST_DEVICES": str(devices)} if devices else {}
         ended = launch(command, n, None, environment, prefix=prefix)
         if ended.code in (0, NOT_WRITTEN) and not ended.failed:
             files = [folder / f"result of rank {rank}" for rank in range(n)]

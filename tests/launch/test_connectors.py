@@ -361,5 +361,5 @@ def test_workers_of_ray_train_are_ranks_of_one_job(dies: bool, tmp_path: Path) -
     result = jobs.Job().start(command, env).end(300)
     assert result.returncode == 0, result.output
     said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
-    first = 2 if dies else 0
-    assert said == [f"rank {rank} of 2 by ray from {first} mean 1.5 0.06250" for rank in range(2)]
+    first, devices = (2, 2) if dies else (0, 4)
+    assert said == [f"rank {rank} of 2 by ray from {first} mean 1.5 0.06250 on {devices}" for rank in range(2)]

@@ -61,6 +61,8 @@ def test_the_end_of_the_parent_is_that_of_the_ranks(number: signal.Signals) -> N
 def test_where_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with raises(ValueError, "n=0"):
         jaxdist.spawn(print, 0)
+    with raises(ValueError, "devices=0"):
+        jaxdist.spawn(print, 2, devices=0)
     lock = threading.Lock()
     with raises(TypeError, "<lambda>", "lock"):
         jaxdist.spawn(lambda: lock, 2)

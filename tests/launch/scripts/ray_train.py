@@ -20,7 +20,7 @@ def loop(config: dict[str, Any]) -> None:
 
     import jaxdist
 
-    ctx = jaxdist.init()
+    ctx = jaxdist.init(devices=1 if DIES else 2)
     step = jaxdist.data_parallel(lambda w, x: (w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), jnp.mean(x)))
     w = jnp.ones(3)
     latest = jaxdist.latest_step(FOLDER / "saved")
@@ -31,7 +31,7 @@ def loop(config: dict[str, Any]) -> None:
         jaxdist.save(FOLDER / "saved", (w, n + 1), n + 1)
         if DIES and n == 1 and ctx.rank == 1 and not first:
             os.kill(os.getpid(), signal.SIGKILL)
-    said = f"rank {ctx.rank} of {ctx.size} by {ctx.connector.name} from {first} mean {float(mean)} {float(w[0]):.5f}"
+    said = f"rank {ctx.rank} of {ctx.size} by {ctx.connector.name} from {first} mean {float(mean)} {float(w[0]):.5f} on {ctx.num_devices}"
     (FOLDER / f"said-{ctx.rank}").write_text(said)
 
 

@@ -65,13 +65,13 @@ def train():
 
     def of_a_rank(batch, *, steps):
         assert ctx is jaxdist.init()
-        assert ctx.size == 2, "the context is the rank's own"
+        assert (ctx.size, ctx.num_devices) == (2, 4), "the context is the rank's own"
         w = loop(batch * (1 + ctx.rank), steps)
         return ctx.rank, w, key
 
     batch = jnp.arange(12.0).reshape(4, 3)
     with contextlib.redirect_stdout(io.StringIO()) as out:  # which has no bytes below it, as in a notebook
-        results = jaxdist.spawn(of_a_rank, 2, (batch,), {"steps": 2}, prefix=True)
+        results = jaxdist.spawn(of_a_rank, 2, (batch,), {"steps": 2}, devices=2, prefix=True)
     seen = sorted(out.getvalue().splitlines())
     assert seen == sorted(f"[{r}] step {i} on {r} {10 * '#'}" for r in range(2) for i in range(2)), seen
     assert [rank for rank, *_ in results] == [0, 1]
