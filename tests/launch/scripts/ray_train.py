@@ -31,7 +31,8 @@ def loop(config: dict[str, Any]) -> None:
         jaxdist.save(FOLDER / "saved", (w, n + 1), n + 1)
         if DIES and n == 1 and ctx.rank == 1 and not first:
             os.kill(os.getpid(), signal.SIGKILL)
-    said = f"rank {ctx.rank} of {ctx.size} by {ctx.connector.name} from {first} mean {float(mean)} {float(w[0]):.5f} on {ctx.num_devices}"
+    who = f"rank {ctx.rank} of {ctx.size} by {ctx.connector.name}"
+    said = f"{who} from {first} mean {float(mean)} {float(w[0]):.5f} on {ctx.num_devices}"
     (FOLDER / f"said-{ctx.rank}").write_text(said)
 
 
