@@ -1,5 +1,6 @@
 """How processes come together: by whom, with what, with which streams; and what keeps a job from starting."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -76,7 +77,8 @@ def test_libtpu_of_another_version(tmp_path: Path) -> None:
     about.parent.mkdir()
     about.write_text("Metadata-Version: 2.1\nName: libtpu\nVersion: 0.0.1\n")
     command = [SCRIPT, "joins", "communicator=xla", "communicator=xla"]
-    for result in jobs.launch("hand", 2, command, {"JAX_PLATFORMS": "tpu", "PYTHONPATH": str(tmp_path)}).finish(90):
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    for result in jobs.launch("hand", 2, command, {"JAX_PLATFORMS": "tpu", "PYTHONPATH": path}).finish(90):
         assert result.returncode != 0
         assert missing(("libtpu 0.0.1", "jaxdist[tpu]"), result.output) == [], result.output
 
