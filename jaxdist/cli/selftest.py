@@ -37,11 +37,12 @@ def self_test(
         in_job = True
     if in_job:
         raise typer.Exit(as_rank())
-    from jaxdist.runtime.devices import visible_gpus  # import here: `jaxdist run` does not need it
+    from jaxdist import compat  # import both here: `jaxdist run` does not need them
+    from jaxdist.runtime.devices import visible_gpus
 
     os.environ.setdefault("JAXDIST_TIMEOUT", "60")  # seconds to wait for missing ranks
     each, gpus = devices or 1, 0 if os.environ.get("JAX_PLATFORMS") == "cpu" else len(visible_gpus())
-    ranks = max(gpus // each, 1) if gpus else 2
+    ranks = max(gpus // each, 1) if gpus else 1 if compat.on_tpu_host() else 2
     code, launchers = 0, dict[str, Launcher](xla="env", mpi="mpirun")
     has_mpi = find_mpirun() is not None and all(importlib.util.find_spec(name) for name in ("mpi4py", "mpi4jax"))
     for name, launcher in launchers.items():

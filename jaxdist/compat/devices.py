@@ -78,12 +78,18 @@ _NO_TPU_HERE = {
 }  # fmt: skip
 
 
+def on_tpu_host() -> bool:
+    """Whether JAX has found TPUs when it was imported."""
+    from jax._src.cloud_tpu_init import running_in_cloud_tpu_vm
+
+    return running_in_cloud_tpu_vm
+
+
 def tpu_cluster() -> Any:
     """What JAX finds of the other hosts of a TPU slice, on a Cloud TPU VM or in GKE; None elsewhere."""
-    from jax._src.cloud_tpu_init import running_in_cloud_tpu_vm
     from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster, GkeTpuCluster
 
-    if not running_in_cloud_tpu_vm:
+    if not on_tpu_host():
         return None
     # JAX's own order: in GKE, the variables of a pod come before the metadata server of its node.
     return next((cluster for cluster in (GkeTpuCluster, GceTpuCluster) if cluster.is_env_present()), None)
@@ -108,12 +114,11 @@ def libtpu_problem() -> str | None:
 
 def tpus_elsewhere(kind: str, shape: str, slices: int) -> list[Any]:
     """TPUs that programs can be compiled for, and no more, slice by slice; ImportError without a libtpu that works."""
-    from jax._src.cloud_tpu_init import running_in_cloud_tpu_vm
     from jax.experimental import topologies
 
     if problem := libtpu_problem():
         raise ImportError(problem)
-    if not running_in_cloud_tpu_vm:
+    if not on_tpu_host():
         for name, value in _NO_TPU_HERE.items():
             os.environ.setdefault(name, value)
     options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}

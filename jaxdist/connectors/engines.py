@@ -3,6 +3,7 @@
 Each is asked for rank and size, and for a way to give the others the address of rank 0; the rest is jaxdist's own.
 """
 
+import importlib.util
 import os
 import pickle
 import socket
@@ -30,7 +31,9 @@ def engine(env: Mapping[str, str]) -> str | None:
         return "kubeflow"
     if _ray() is not None:
         return "ray"
-    return "tpu" if "jax" in sys.modules and int(_tpu_slices(1).get("WORLD_SIZE", "1")) > 1 else None
+    # JAX, which knows, is imported to ask it only where it may have a TPU.
+    may_be = "jax" in sys.modules or importlib.util.find_spec("libtpu") is not None
+    return "tpu" if may_be and int(_tpu_slices(1).get("WORLD_SIZE", "1")) > 1 else None
 
 
 def _tpu_slices(timeout: float) -> dict[str, str]:
