@@ -126,7 +126,7 @@ def tpus_elsewhere(kind: str, shape: str, slices: int) -> list[Any]:
         options["chip_config_name"] = "megacore"
     sizes = [int(size) for size in shape.split("x")]
     if math.prod(sizes) < 4 or (len(sizes) == 2 and any(size % 2 for size in sizes)):
-        options["chips_per_host_bounds"] = (*sizes, 1, 1)[:3]  # of one host, which has four else
+        options["chips_per_host_bounds"] = (*sizes, 1, 1)[:3]  # one host; the default is 2x2 chips on each
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=f"{kind}:{shape}", **options)
     except RuntimeError as error:

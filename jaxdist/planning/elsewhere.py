@@ -1,5 +1,6 @@
 """A step on hypothetical devices: emit it, compile it, and read figures from both."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -8,7 +9,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -107,9 +108,7 @@ class Elsewhere:
         key = hashlib.sha256(lowered.as_text().encode()).digest(), ahead.arguments
         if key not in self.programs:
             least = ahead.least + ahead.held_at_once
-            for_tpus = self.compiled_for == "tpu"
-            compiled = _for_tpus(lowered, least > self.memory) if for_tpus else _quietly(lowered.compile)
-            if compiled is None:
+            if (compiled := _compiled(lowered, self.compiled_for, least > self.memory)) is None:
                 self.note("XLA for TPUs compiles no program with arrays that do not fit: its peak is estimated")
                 self.programs[key] = dataclasses.replace(self.bound(ahead), peak=max(least, self.memory + 1))
             else:
@@ -195,11 +194,15 @@ class Elsewhere:
         )  # fmt: skip
 
 
-def _for_tpus(lowered: Any, too_large: bool) -> Any:
-    """Compile a program for TPUs; None if it is so large that XLA can't."""
+def _compiled(lowered: Any, platform: str, too_large: bool) -> Any:
+    """Compile a program; None if it is for TPUs, and so large that XLA can't."""
+    if platform != "tpu":
+        with _silence() if platform == "cuda" else contextlib.nullcontext():
+            return lowered.compile()
     try:
         # Of a program that does not fit, XLA for TPUs says what it takes only if told to go on.
-        return _quietly(lambda: lowered.compile({"xla_tpu_no_crash_on_oom": True}))
+        with _silence():
+            return lowered.compile({"xla_tpu_no_crash_on_oom": True})
     except jax.errors.JaxRuntimeError as error:
         wide = " TPUs have no 64-bit floats; XLA imitates some operations on them." * bool(
             re.search(r"tensor<(\d+x)*(f64|complex<f64>)>", lowered.as_text())
@@ -210,12 +213,13 @@ def _for_tpus(lowered: Any, too_large: bool) -> Any:
         raise ValueError(f"XLA can't compile the step for TPUs: {said}.{wide}") from error
 
 
-def _quietly(compile_program: Callable[[], Any]) -> Any:
-    """Call it without XLA's complaints on standard error, such as those about programs that do not fit."""
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Silence XLA for GPUs and TPUs, which complains on standard error about programs that do not fit."""
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:
-        return compile_program()
+        yield
     finally:
         os.dup2(kept, 2)
         os.close(kept)

@@ -20,19 +20,17 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str) -> "Topology":
-        """Parse ``"8xH100"``, ``"4x8xH100"`` (hosts first), ``"v5e:4x4"``, ``"2x v5e:4x4"``, each with speeds after it.
-
-        A speed is as in ``"4x8xH100,network=25e9"``.
-        """
+        """Parse ``"8xH100"``, ``"4x8xH100,network=25e9"`` (hosts first), ``"v5e:4x4"`` or ``"2x v5e:4x4"``."""
         gpus = re.fullmatch(r"(?:(\d+)x)?(\d+)x([a-zA-Z].*)", text.strip())
         tpus = re.fullmatch(r"(?:(\d+)x *)?(v\w+):(\d+(?:x\d+){1,2})((?:,.*)?)", text.strip())
         given = f"topology {text!r}"
+        kinds = {name: kind for name, kind in KINDS.items() if (kind.platform == "tpu") == bool(tpus)}
         if tpus:
             hosts, per_host, shape = int(tpus[1] or 1), math.prod(map(int, tpus[3].split("x"))), tpus[3]
-            kind = named(tpus[2] + tpus[4], given, {name: kind for name, kind in KINDS.items() if is_tpu(kind)})
+            kind = named(tpus[2] + tpus[4], given, kinds)
         elif gpus:
             hosts, per_host, shape = int(gpus[1] or 1), int(gpus[2]), ""
-            kind = named(gpus[3], given, {name: kind for name, kind in KINDS.items() if not is_tpu(kind)})
+            kind = named(gpus[3], given, kinds)
         else:
             raise ValueError(
                 f"{given}: expected DEVICESxKIND or HOSTSxDEVICESxKIND, such as 8xH100 or 4x8xH100; for TPUs, "
@@ -68,11 +66,6 @@ class Topology:
     def __str__(self) -> str:
         devices = f"{self.kind.name}:{self.slice_shape}" if self.slice_shape else f"{self.per_host}x{self.kind.name}"
         return f"{self.hosts}x" * (self.hosts > 1) + devices
-
-
-def is_tpu(kind: Kind) -> bool:
-    """Check whether a kind is named by the shape of a slice, not by a number of devices."""
-    return kind.platform == "tpu"
 
 
 # Compute capability, cores, FPUs of a core, bytes of shared memory of a core and of the L2 cache, and GHz.
