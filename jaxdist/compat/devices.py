@@ -75,6 +75,7 @@ def gpus_elsewhere(target: str, hosts: int, per_host: int) -> list[Any]:
 _NO_TPU_HERE = {
     "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_STDERR_LOG_LEVEL": "4", "TPU_MIN_LOG_LEVEL": "4",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may plan at once
 }  # fmt: skip
 
 

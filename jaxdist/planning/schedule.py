@@ -91,22 +91,29 @@ def _message(one: Instruction, computations: Computations, devices: int) -> _Mes
     if one.opcode == "recv" and (transfer := one.attribute(r'_xla_megascale_transfer_type="(\w+)"')):
         part = _parts(one.type)[0]
         return _Message(_BETWEEN_SLICES.get(transfer, "permute"), part, _across_slices(one, devices), ends_later=True)
-    name = one.attribute(r"calls=%?([\w.\-]+)") or ""
-    fused = one.opcode == "fusion" and _FUSED.match(one.name) is not None
-    called = [name] if fused else one.called if one.opcode in ("async-start", "call-start") else []
+    fused, started = one.opcode == "fusion", one.opcode.endswith("-start")
+    called = re.findall(r"calls=%?([\w.\-]+)", one.rest) if fused else one.called if started else []
     wrapped = [inner for name in called for inner in computations.get(name, ()) if inner.kind]
     own = wrapped[0] if len(wrapped) == 1 else one
-    if not own.kind:
+    begins = _FUSED.match(one.name) is not None
+    if not own.kind or (fused and "chain_id=" in own.rest and not begins):  # it only goes on, or ends
         return None
-    started, groups = one.opcode.endswith("-start"), own.groups or (tuple(range(devices)),)
-    return _Message(own.kind, own.type if fused else one.type, groups, started, started or fused)
+    groups, kind = own.groups or (tuple(range(devices)),), own.kind
+    if fused and kind == "all-reduce" and called[0].startswith("all-reduce-scatter"):
+        return _Message("reduce-scatter", one.type, groups)
+    return _Message(kind, own.type if fused else one.type, groups, started, started or begins)
 
 
 def _across_slices(one: Instruction, devices: int) -> Groups:
     """Return the groups of a message between TPU slices: the devices at one place of each slice."""
-    slices, places = (_numbers(text) for text in (one.attribute(r'_xla_megascale_target="([^"]+)"') or "").split("x"))
-    each = devices // len(slices)
-    return tuple(tuple(range(place, devices, each)) for place in places)
+    target = one.attribute(r'_xla_megascale_target="?([^"]*?)"?,_xla') or ""
+    if target.startswith("{{"):  # of each device, its slice, counted from 1, times 100,000, and its place there
+        groups = [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", target)]
+        each = devices // len({n // 100_000 for group in groups for n in group})
+        return tuple(tuple((n // 100_000 - 1) * each + n % 100_000 for n in group) for group in groups)
+    # ``{1,2}x{0:7}``: the places 0 to 7 of the slices 1 and 2.
+    slices, places = (_numbers(text) for text in target.split("x"))
+    return tuple(tuple(range(place, devices, devices // len(slices))) for place in places)
 
 
 def _numbers(text: str) -> list[int]:

@@ -36,6 +36,9 @@ class Topology:
                 f"{given}: expected DEVICESxKIND or HOSTSxDEVICESxKIND, such as 8xH100 or 4x8xH100; for TPUs, "
                 "KIND:SHAPE or SLICESxKIND:SHAPE, such as v5e:4x4 or 2xv5e:4x4"
             )
+        if tpus and not _exists(kind, shape):
+            largest = "x".join(map(str, _LARGEST[kind.name]))
+            raise ValueError(f"{given}: the largest slice of {kind.name} is {largest}, and has as many dimensions")
         if not hosts or not per_host:
             raise ValueError(f"{given}: needs at least one host and one device")
         if kind.is_cpu:
@@ -66,6 +69,16 @@ class Topology:
     def __str__(self) -> str:
         devices = f"{self.kind.name}:{self.slice_shape}" if self.slice_shape else f"{self.per_host}x{self.kind.name}"
         return f"{self.hosts}x" * (self.hosts > 1) + devices
+
+
+# The shape of a pod: Austin et al., *How to Scale Your Model*, 2025, part 2. XLA ends the process for larger ones.
+_LARGEST = {"v4": (16, 16, 16), "v5e": (16, 16), "v5p": (16, 20, 28), "v6e": (16, 16)}
+
+
+def _exists(kind: Kind, shape: str) -> bool:
+    """Check whether a slice of this shape may be a part of a pod, turned as it may be."""
+    sizes, most = sorted(map(int, shape.split("x"))), _LARGEST[kind.name]
+    return len(sizes) == len(most) and all(0 < size <= limit for size, limit in zip(sizes, most, strict=True))
 
 
 # Compute capability, cores, FPUs of a core, bytes of shared memory of a core and of the L2 cache, and GHz.

@@ -24,7 +24,7 @@ def alone(wanted: str, devices: int, platform: Platform) -> str:
 
 
 NO_TPUS = "MPI moves no arrays of TPUs. Use communicator 'xla', or run on the CPU with JAX_PLATFORMS=cpu"
-ONE_EACH = "it moves arrays between processes of one device each. Use communicator 'xla', or one process per device"
+ONE_EACH = "MPI moves arrays between processes of one device each. Use communicator 'xla', or one process per device"
 
 
 def several(

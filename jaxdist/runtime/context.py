@@ -298,7 +298,8 @@ def _check_same(context: Context, before: tuple[Any, ...], now: tuple[Any, ...])
         if new not in (None, "auto", old, actual):  # the last spells out what auto found
             raise RuntimeError(
                 f"jaxdist.init({name}={new!r}), but this process already called init with {name}={old!r} (in use: "
-                f"{actual!r}). Call init once, at the start of the script, or with the same arguments"
+                f"{actual!r}). Call init once, at the start of the script, or with the same arguments. (Before it "
+                "calls a function, jaxdist.spawn calls init: pass the number of devices to spawn)"
             )
 
 

@@ -267,6 +267,8 @@ class Calls:
         differs: DifferingRanks = {}
         if self._several and (is_new or self._must_compare(found)):
             differs = self._compare(cached, leaves, is_new, found.misplaced, rows)
+        if self._several and is_new:
+            connect(self.context, cached.program.placed.run_mesh)  # the groups of ``within=``
         if not found.is_latest:
             self.reader.signatures[tree, cached.constants] = cached.signature
             leaves = self._with_state(cached, leaves, found.misplaced, differs) if found.misplaced else leaves

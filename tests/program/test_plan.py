@@ -412,6 +412,18 @@ def test_messages_run_beside_the_computation(
 
 @for_tpus
 @pytest.mark.optimised
+@pytest.mark.parametrize("topology", ["v5e:2x2", "2xv5e:2x2"])
+def test_reductions_in_kernels_and_between_slices_are_seen(topology: str) -> None:
+    """XLA for a few chips reduces and slices in one kernel, and sends all to all between slices."""
+    step, *args = deep(jaxdist.zero(ADAM, 3))
+    rows = {row.kind: row for row in jaxdist.plan(step, *args, topology=topology, levels=()).own.traffic}
+    reduced = sum(row.bytes for kind, row in rows.items() if kind in ("reduce-scatter", "all-reduce"))
+    assert WHOLE <= reduced < 1.5 * WHOLE
+    assert (sum(row.between for row in rows.values()) > 0) == (topology == "2xv5e:2x2")
+
+
+@for_tpus
+@pytest.mark.optimised
 def test_what_slices_of_tpus_send_each_other() -> None:
     step, *args = deep(jaxdist.zero(ADAM, 1, within="host"))
     found = jaxdist.plan(step, *args, topology="2xv5e:2x4", levels=())
@@ -437,8 +449,9 @@ def test_what_no_tpu_computes_says_so() -> None:
         step, *args = deep(jaxdist.zero(ADAM, 1), jnp.float64)
         with raises(ValueError, "TPUs", "64-bit floats", "UNIMPLEMENTED"):
             jaxdist.plan(step, *args, topology="v5e:2x4", levels=())
-    with raises(ValueError, "v5p:3x2x2"):
-        planned(0, "v5p:3x2x2")
+    for topology in ("v5p:3x2x2", "v5e:16x17", "v6e:2x2x2"):  # XLA would end the process of the second
+        with raises(ValueError, topology):
+            planned(0, topology)
 
 
 def test_a_compiler_for_tpus_of_another_version_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
