@@ -81,12 +81,19 @@ _FOR_GPUS: dict[str, Any] = {
 }
 
 
+# Sums of 16-bit numbers are taken in 32 bits: XLA would see that they end in 16, and add those up between devices.
+_FOR_TPUS: dict[str, Any] = {"xla_jf_bf16_propagation": False}
+
+
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """Return XLA options to overlap messages with GPU computation, unless ``XLA_FLAGS`` has them."""
-    if mesh.devices.flat[0].platform in ("cpu", "tpu"):  # whose own defaults overlap
+    """Return XLA options to overlap messages with GPU computation, and for exact sums on TPUs, unless the user's."""
+    platform, own = mesh.devices.flat[0].platform, os.environ.get("XLA_FLAGS", "")
+    if platform == "cpu":
         return {}
-    own = os.environ.get("XLA_FLAGS", "")
-    return {name: value for name, value in _FOR_GPUS.items() if not re.search(rf"\b{name}\b", own)}
+    if platform == "tpu":
+        own += os.environ.get("LIBTPU_INIT_ARGS", "")
+    options = _FOR_TPUS if platform == "tpu" else _FOR_GPUS
+    return {name: value for name, value in options.items() if not re.search(rf"\b{name}\b", own)}
 
 
 def _over_gloo(mesh: Mesh) -> bool:

@@ -352,6 +352,7 @@ SENT: list[tuple[str, Any, dict[tuple[str, str], float]]] = [
     ("level 0", lambda: deep(jaxdist.zero(ADAM, 0)), {("", "all-reduce"): 1}),
     ("level 1", lambda: deep(jaxdist.zero(ADAM, 1)), {("", "reduce-scatter"): 1, ("", "all-gather"): 1}),
     ("level 3", lambda: deep(jaxdist.zero(ADAM, 3)), {("", "reduce-scatter"): 1, ("", "all-gather"): 2}),
+    ("sums of bfloat16", lambda: deep(jaxdist.zero(ADAM, 0), jnp.bfloat16), {("", "all-reduce"): 1}),  # in float32
     (
         "bfloat16", lambda: deep(jaxdist.zero(ADAM, 1), jnp.bfloat16),
         {("", "reduce-scatter"): 1, ("", "all-gather"): 0.5},
