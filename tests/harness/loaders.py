@@ -17,6 +17,7 @@ class Device:
 
     id: int
     process_index: int
+    platform: str = "cpu"
 
 
 def devices(processes: int, each: int = 1) -> list[Device]:
