@@ -8,11 +8,13 @@ import os
 import pickle
 import socket
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from jaxdist.connectors import tcp
 from jaxdist.connectors.base import Found, local_position, need, read_int
+
+T = TypeVar("T")
 
 # What stands for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 # Kubeflow Trainer, runtime jax-distributed: https://www.kubeflow.org/docs/components/trainer/user-guides/jax/
@@ -33,36 +35,41 @@ def engine(env: Mapping[str, str]) -> str | None:
         return "ray"
     # JAX, which knows, is imported to ask it only where it may have a TPU.
     may_be = "jax" in sys.modules or importlib.util.find_spec("libtpu") is not None
-    return "tpu" if may_be and int(_tpu_slices(1).get("WORLD_SIZE", "1")) > 1 else None
+    return "tpu" if may_be and (_from_tpu(lambda cluster: cluster.get_process_count()) or 1) > 1 else None
 
 
-def _tpu_slices(timeout: float) -> dict[str, str]:
-    """The variables of connector ``env://`` for one process on each host of TPU slices; {}: there are none."""
+def _from_tpu(ask: Callable[[Any], T]) -> T | None:
+    """What JAX says of the TPU slices of this host, or None if there are none."""
     from jaxdist import compat
 
     try:
-        if (cluster := compat.tpu_cluster()) is None:
-            return {}
-        port = os.environ.get("JAX_COORDINATOR_PORT")  # as for JAX
-        address = cluster.get_coordinator_address(timeout_secs=int(timeout), override_coordinator_port=port)
-        host, _, port = address.rpartition(":")
-        numbers = {"RANK": str(cluster.get_process_id()), "WORLD_SIZE": str(cluster.get_process_count())}
+        cluster = compat.tpu_cluster()
+        return None if cluster is None else ask(cluster)
     except Exception as error:  # of `requests`, which asks the metadata server, of the variables, or of DNS
         raise RuntimeError(
             f"JAX finds a TPU, but not the other hosts of its slice ({type(error).__name__}: {error}). Install "
             "jaxdist[tpu], or say where they meet: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, with ranks in the "
             "order of TPU_WORKER_ID. JAXDIST_CONNECTOR=local is for one host"
         ) from error
-    return {**numbers, "MASTER_ADDR": host, "MASTER_PORT": port}
 
 
 def tpu(timeout: float) -> Found:
     """Of the hosts of TPU slices, numbered as the TPU runtime does it."""
-    if not (given := _tpu_slices(timeout)):
+    port = os.environ.get("JAX_COORDINATOR_PORT")  # as for JAX
+    told = _from_tpu(
+        lambda cluster: (
+            cluster.get_process_id(), cluster.get_process_count(),
+            cluster.get_coordinator_address(timeout_secs=int(timeout), override_coordinator_port=port),
+        )
+    )  # fmt: skip
+    if told is None:
         raise RuntimeError(
             "connector 'tpu': JAX finds no TPU here. On a Cloud TPU VM or in GKE, install jaxdist[tpu]; elsewhere, "
             "leave the connector out"
         )
+    rank, size, address = told
+    host, _, port = address.rpartition(":")
+    given = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": port}
     return tcp.connect("tpu", timeout, env=given)
 
 

@@ -46,8 +46,9 @@ def _walk(computations: Computations, name: str, devices: int, times: int) -> It
             hidden = message.ends_later and _hidden(body, i, types)
             yield Collective(message.kind, dtype, size, message.groups, times, hidden)
             continue
+        turns = _turns(one, body, computations) if one.opcode == "while" else 1
         for other in one.called:
-            yield from _walk(computations, other, devices, times * _turns(one, body, computations))
+            yield from _walk(computations, other, devices, times * turns)
 
 
 def _turns(loop: Instruction, body: list[Instruction], computations: Computations) -> int:

@@ -321,11 +321,7 @@ def test_fit_over_meshes() -> None:
         jaxdist.planning.fit(step, *args, topology="4xcpu", mesh={"data": 3})
 
 
-# --- compiled for GPUs, without one
-
-
-# --- programs for GPUs and TPUs
-
+# --- programs for GPUs and TPUs, compiled without one
 
 WHOLE = 4 * 1024 * 1024 * 4 + 1024 * 16 * 4  # bytes of the parameters of `deep` in float32
 
