@@ -14,22 +14,12 @@ import typer
 
 from jaxdist.connectors import site
 from jaxdist.errors import in_words
-from jaxdist.extras import version
+from jaxdist.extras import libtpu_problem, version
 from jaxdist.launch.mpi import family_of, find_mpirun, run_outside
 
 _PACKAGES = (
-    "jaxdist",
-    "jax",
-    "jaxlib",
-    "numpy",
-    "optax",
-    "flax",
-    "grain",
-    "orbax-checkpoint",
-    "mpi4py",
-    "mpi4jax",
-    "libtpu",
-)
+    "jaxdist", "jax", "jaxlib", "numpy", "optax", "flax", "grain", "orbax-checkpoint", "mpi4py", "mpi4jax", "libtpu",
+)  # fmt: skip
 # Without jaxdist, which would import JAX; and without MPI_Init.
 _ASK_MPI4PY = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
@@ -96,11 +86,9 @@ def checks() -> Iterator[Check]:
     if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists():
         plugin = versions()["CUDA plugin"]
         yield Check("GPU", bool(plugin), plugin or "no CUDA plugin for JAX", "pip install 'jaxdist[cuda12]'")
-    if version("libtpu"):
-        from jaxdist import compat  # import here: nothing else needs JAX
-
-        problem = compat.libtpu_problem()
-        yield Check("libtpu", not problem, problem or version("libtpu"), "pip install 'jaxdist[tpu]'")
+    if libtpu := version("libtpu"):
+        problem = libtpu_problem()
+        yield Check("libtpu", not problem, problem or libtpu, "pip install 'jaxdist[tpu]'")
     if (shm := Path("/dev/shm")).is_dir():  # Open MPI, MPICH and NCCL share buffers there
         size = os.statvfs(shm).f_frsize * os.statvfs(shm).f_blocks
         fix = "docker run --shm-size=1g … (or mount -o remount,size=1g /dev/shm)"

@@ -7,10 +7,7 @@ import importlib.util
 import math
 import operator
 import os
-import re
 import sys
-from importlib.metadata import PackageNotFoundError, requires, version
-from pathlib import Path
 from typing import Any
 
 sharding_of = operator.attrgetter("_sharding")
@@ -96,29 +93,10 @@ def tpu_cluster() -> Any:
     return next((cluster for cluster in (GkeTpuCluster, GceTpuCluster) if cluster.is_env_present()), None)
 
 
-def libtpu_problem() -> str | None:
-    """Why libtpu is not the one that this JAX is for; None: it is, or is not a released one, or is not there."""
-    # jax 0.10-0.12 names its libtpu in the extra "tpu", and does not check. Another one may crash the process.
-    package, path = importlib.util.find_spec("libtpu"), os.environ.get("TPU_LIBRARY_PATH")
-    if package and path and not path.startswith(str(Path(package.origin or "").parent)):
-        return None  # another one, of the user: JAX itself sets the variable to the package's
-    needs = [re.match(r"libtpu==([\d.]+)\.\*", text) for text in requires("jax") or ()]
-    wanted = next((found[1] for found in needs if found), "")
-    try:
-        there = version("libtpu")
-    except PackageNotFoundError:
-        return None
-    if not wanted or f"{there}.".startswith(f"{wanted}."):
-        return None
-    return f"libtpu {there} is installed, and jax {version('jax')} is for libtpu {wanted}.*"
-
-
 def tpus_elsewhere(kind: str, shape: str, slices: int) -> list[Any]:
     """TPUs that programs can be compiled for, and no more, slice by slice; ImportError without a libtpu that works."""
     from jax.experimental import topologies
 
-    if problem := libtpu_problem():
-        raise ImportError(problem)
     if not on_tpu_host():
         for name, value in _NO_TPU_HERE.items():
             os.environ.setdefault(name, value)

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jaxdist import compat
 from jaxdist.compilation.calling import AUTO
 from jaxdist.device_map import DeviceMap
+from jaxdist.extras import libtpu_problem
 from jaxdist.forecast.ahead import Ahead, Held
 from jaxdist.forecast.choice import Forecast, fastest, meshes
 from jaxdist.ir.wire import Collective
@@ -231,6 +232,8 @@ def _devices(topology: Topology) -> tuple[list[Any], str, list[str]]:
     notes, kind = [], topology.kind
     try:
         if kind.platform == "tpu":
+            if problem := libtpu_problem():
+                raise ImportError(problem)
             return compat.tpus_elsewhere(kind.name, topology.slice_shape, topology.hosts), "tpu", notes
         if kind.platform == "gpu":
             return compat.gpus_elsewhere(target(kind), topology.hosts, topology.per_host), "cuda", notes

@@ -38,7 +38,7 @@ class Topology:
             )
         if tpus and not _exists(kind, shape):
             largest = "x".join(map(str, _LARGEST[kind.name]))
-            raise ValueError(f"{given}: the largest slice of {kind.name} is {largest}, and has as many dimensions")
+            raise ValueError(f"{given}: expected a slice of {kind.name}, which is a part of a pod of {largest} chips")
         if not hosts or not per_host:
             raise ValueError(f"{given}: needs at least one host and one device")
         if kind.is_cpu:

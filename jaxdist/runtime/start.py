@@ -17,6 +17,7 @@ from jaxdist import compat
 from jaxdist.connectors import Connector
 from jaxdist.control import rendezvous
 from jaxdist.control.channel import Control
+from jaxdist.extras import libtpu_problem
 from jaxdist.machine import Kind, asked_for, kind_of
 from jaxdist.mesh import AXIS, mesh_of
 from jaxdist.runtime import communicator_of, compiler, devices, executables, gloo
@@ -119,7 +120,7 @@ def _told_by_this_rank(
         raise devices.too_late(control.rank)
     gpus = devices.visible_gpus()
     platform = devices.wanted_platform(compat.platforms_asked(), gpus)
-    if platform == "tpu" and (problem := compat.libtpu_problem()):
+    if platform == "tpu" and (problem := libtpu_problem()):
         raise RuntimeError(f"rank {control.rank}: {problem}. Install both: pip install 'jaxdist[tpu]'")
     if devices_wanted is None and platform == "cpu" and jax.distributed.is_initialized():
         devices_wanted = compat.cpu_devices_asked()  # the user's own start of JAX is taken as it is
