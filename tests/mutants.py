@@ -357,6 +357,8 @@ MUTANTS += [
     Mutant("hosts of a TPU slice do not find each other", "jaxdist/connectors/engines.py",
            "return \"tpu\" if may_be and", "return \"tpu\" if False and",
            "tests/launch/test_connectors.py -k TPU", slow=True),
+    Mutant("groups of within= first meet in the step", "jaxdist/step/calls.py", "if self._several and is_new:",
+           "if False:", "tests/jobs/test_start.py -k sums_in_groups", slow=True),
     Mutant("libtpu may be of any version", "jaxdist/extras.py",
            'if not wanted or not installed or f"{installed}.".startswith(f"{wanted}."):', "if True:",
            "tests/jobs/test_start.py -k libtpu", slow=True),

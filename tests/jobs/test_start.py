@@ -40,6 +40,7 @@ STARTS = [
     Start("joins communicator=mpi communicator=mpi", ("rank 0", "one device each"), True, env={"JAXDIST_DEVICES": "2"}),
     Start("joins devices=3", ("3 devices",), ranks=1, quick=True, env={"XLA_FLAGS": ""}),
     Start("joins devices=4 devices=4"),
+    Start("sums_in_groups", env={"JAXDIST_DEVICES": "2", "JAXDIST_MACHINE": "cpu,latency=0,stall=4e-5"}),
     Start("joins devices=2 devices=3", ("2 on rank 0", "3 on rank 1", "--devices"), True, quick=True),
     Start(
         "joins devices=2 lanes=4", ("devices=2", "lanes=4"), True, env={"JAXDIST_LANES": "4", "JAXDIST_DEVICES": "2"}

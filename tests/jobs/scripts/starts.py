@@ -199,6 +199,26 @@ def shares_some_examples() -> None:
     jaxdist.init().rows(6, {"data": 3, "model": 2})
 
 
+def sums_in_groups() -> None:
+    """Of devices of several processes, by ``within=``; gloo connects them before the step."""
+
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import jaxdist
+
+    ctx, tx = jaxdist.init(timeout=30), jaxdist.zero(optax.adam(0.1), 1, within=2)
+
+    @jaxdist.data_parallel
+    def step(w: Any, opt: Any, x: Any) -> Any:
+        updates, opt = tx.update(w - x.mean(0), opt, w)
+        return w + updates, opt
+
+    w = jnp.ones(12)
+    step(w, tx.init(w), np.ones((12, 12))[ctx.rows(12)])
+
+
 def threads() -> None:
     """Ranks are started with other numbers of threads, and take the smallest."""
     import jaxdist
