@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src import callback, debugging, hijax, source_info_util
+from jax._src import callback, debugging, ffi, hijax, source_info_util
 from jax._src import config as _config
-from jax._src.interpreters import batching
+from jax._src.custom_partitioning_sharding_rule import BATCHING, str_to_sdy_sharding_rule
+from jax._src.interpreters import batching, mlir
 from jax.extend.core import ClosedJaxpr
 from jax.extend.core.primitives import jit_p
 from jax.sharding import AbstractMesh, use_abstract_mesh
+from jaxlib.mlir import ir
 
 from jaxdist.sources import is_ours, of_the_user
 
@@ -179,3 +181,85 @@ def threefry(key_a: Any, key_b: Any, high: Any, low: Any) -> Sequence[Any]:
     from jax.extend.random import threefry2x32_p
 
     return threefry2x32_p.bind(key_a, key_b, high, low)
+
+
+def block_size(dim: Any) -> int | None:
+    """The entries along a dimension of a Pallas kernel's block, if its index counts blocks, else None (no public
+    types for all of them)."""
+    match type(dim).__name__:
+        case "Squeezed":
+            return 1
+        case "Blocked":
+            return dim.block_size
+        case "Element" if dim.block_size == 1 and tuple(dim.padding) == (0, 0):
+            return 1
+    return None
+
+
+def is_whole(eqn: Any) -> bool:
+    """Whether a ``swap`` writes to all of its memory (how it is indexed is private)."""
+    for step in jax.tree.unflatten(eqn.params["tree"], eqn.invars[2:]):
+        for index, size in zip(getattr(step, "indices", ()), getattr(step, "shape", ()), strict=True):
+            start = getattr(index, "start", None)
+            if start != 0 or index.size != size or index.stride != 1:
+                return False
+        if not hasattr(step, "indices"):
+            return False
+    return True
+
+
+def kernel_name(eqn: Any) -> str:
+    """The name that a kernel has of its own, or ""."""
+    params = eqn.params
+    match eqn.primitive.name:
+        case "pallas_call":
+            return params.get("name") or ""
+        case "ffi_call":
+            return params["target_name"]
+        case "custom_partitioning":
+            return params["call"].jaxpr.debug_info.func_name
+    return ""
+
+
+def sharding_rule(params: Mapping[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> Any:
+    """The `SdyShardingRule` of a ``custom_partitioning`` equation on arrays of these types; None if it has none."""
+    rule, settings = params["sharding_rule"], {}
+    if callable(rule):  # it gets MLIR's types
+        with mlir.make_ir_context(), ir.Location.unknown():
+            types = [
+                [ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(a.dtype)) for a in avals]
+                for avals in (ins, outs)
+            ]
+            rule = rule(*params["static_args"], jax.sharding.get_abstract_mesh(), *types)
+    if isinstance(rule, (list, tuple)):
+        rule, settings = rule
+    return str_to_sdy_sharding_rule(rule, **settings) if isinstance(rule, str) else rule
+
+
+def split_by_shardy(mapping: Sequence[Any], rank: int) -> list[tuple[str, ...]]:
+    """The factors of each dimension of an array, outermost first, in an `SdyShardingRule`."""
+    dims = [(d,) if isinstance(d, str) else tuple(d) for d in mapping]
+    if dims and BATCHING in dims[0][0]:  # "..." stands for as many dimensions as are left
+        dims[:1] = [(f"{dims[0][0]}{d}",) for d in range(rank - len(dims) + 1)]
+    return dims
+
+
+def batches(eqn: Any) -> int:
+    """How often `jax.vmap` put a dimension before those of an equation's operands, as far as `count_batches` saw it."""
+    return str(eqn.source_info.name_stack).count(_BATCHED)
+
+
+_BATCHED = "jaxdist_batched"
+
+
+def count_batches() -> None:
+    """Let the rules of `jax.vmap` for calls of the user's say that they added a dimension: the equation doesn't."""
+    for primitive in (ffi.ffi_call_p, callback.pure_callback_p):
+        rule = batching.fancy_primitive_batchers[primitive]
+        batching.fancy_primitive_batchers[primitive] = functools.partial(_counted, rule)
+
+
+def _counted(rule: Any, axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    adds = params["vmap_method"] in ("expand_dims", "broadcast_all") and any(d is not None for d in dims)
+    with jax.named_scope(_BATCHED) if adds else contextlib.nullcontext():
+        return rule(axis, args, dims, **params)

@@ -5,11 +5,13 @@ operation; `search`, which chooses among them; `emit`, which writes the program.
 `propagate`, which places a block. CONTRIBUTING.md follows a step through them.
 """
 
+from jaxdist.placements.model import grids, named_kernels  # noqa: F401  (their rules)
 from jaxdist.placements.model.factors import register
 from jaxdist.placements.rules import (  # noqa: F401  (their rules)
     along,
     branches,
     effects,
+    kernels,
     lookups,
     loops,
     own_code,

@@ -42,6 +42,11 @@ class Node:
     def name(self) -> str:
         return self.eqn.primitive.name
 
+    @functools.cached_property
+    def kernel(self) -> str:
+        """The name of a kernel; "" of other operations."""
+        return compat.kernel_name(self.eqn)
+
     @contextlib.contextmanager
     def named_in_errors(self) -> Iterator[None]:
         """Let an error of a rule (of ours, or registered) name the operation and its line, if nothing else does."""

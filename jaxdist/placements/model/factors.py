@@ -12,9 +12,11 @@ Shardy calls this a sharding rule. Two ways to divide ``bd,hd->bh`` over devices
     factor 0, of 3 devices:  f32[8,1]  f32[2,1]  ->  f32[8,2]  a summand of all of it: `Partial`
 """
 
+import math
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any, cast
 
 import numpy as np
@@ -39,6 +41,40 @@ class Factors:
     masked: tuple[int, ...] | None = None  # operands whose padding must not count; None: all that have the factor
     # the parameters that depend on the shapes, for slices: ``params(eqn params, factor, split)``
     params: Callable[[Params, int, Split], Params] | None = None
+    # by array (the operands, then the results) and dimension, the entries that a turn of its factor takes, if not one
+    units: Mapping[tuple[int, int], Fraction] = field(default_factory=dict)
+    why: Mapping[tuple[int, int], str] = field(default_factory=dict)  # likewise, the reason if it can't be cut
+
+    @property
+    def arrays(self) -> tuple[Dims, ...]:
+        """The dimensions of the operands, then of the results."""
+        return *self.operands, *self.results
+
+    def is_even(self, factor: int) -> bool:
+        """Check whether each turn of a factor takes one entry."""
+        return all(unit == 1 for (k, d), unit in self.units.items() if self.arrays[k][d] == factor)
+
+    def turns(self, k: int, split: Split, devices: int) -> Split | None:
+        """Return each device's turns of a factor, given slices of array `k`; the usual ones if none give these."""
+        if (factor := self.arrays[k][split.dim]) is None or self.is_even(factor):
+            return split
+        unit = self.units[k, split.dim]
+        every = math.lcm(*(u.denominator for (j, d), u in self.units.items() if self.arrays[j][d] == factor))
+        size, chunk = math.ceil(split.size / unit), split.chunk / unit
+        fits = chunk.denominator == 1 and chunk % every == 0 and (split.outer == 1 or split.size % unit == 0)
+        per_device = int(chunk) if fits else -(-size // (devices * every)) * every
+        if (devices - 1) * per_device >= size or (split.outer > 1 and split.is_padded(devices)):
+            return None  # a device without a turn
+        return replace(split, size=size, chunk=per_device) if fits else Split(split.dim, size, per_device)
+
+    def slices(self, k: int, factor: int, turns: Split, shape: Sequence[int]) -> Split | None:
+        """Return the slices of array `k` that these turns of a factor take; None: it has no such dimension."""
+        if factor not in (dims := self.arrays[k]):
+            return None
+        d = dims.index(factor)
+        if (unit := self.units.get((k, d), Fraction(1))) == 1:
+            return turns.along(d)
+        return replace(turns, dim=d, size=shape[d] // turns.outer, chunk=int(turns.chunk * unit))
 
 
 Shapes = Sequence[tuple[int, ...]]
@@ -295,10 +331,9 @@ FACTORS: dict[str, Rule] = {
     **dict.fromkeys(("random_wrap", "random_seed"), _leading(lambda params, ins, outs: len(outs[0]))),
 }  # fmt: skip
 
-# Known to be whole on every device: kernels; groups sized by the whole batch; generators whose bits
-# do not depend on position; operations that JAX emits differently; a platform index.
-_WHOLE = {"custom_partitioning", "ffi_call", "pallas_call", "ragged_dot_general", "rng_bit_generator",
-          "select_and_scatter", "platform_index"}  # fmt: skip
+# Known to be whole on every device, unless they say more of themselves: kernels; generators whose bits do not depend on
+# position; operations that JAX emits differently; a platform index.
+_WHOLE = {"custom_partitioning", "ffi_call", "rng_bit_generator", "select_and_scatter", "platform_index"}
 
 
 def is_known(primitive: Primitive) -> bool:

@@ -29,7 +29,7 @@ from jaxdist.placements.model.block import Node
 from jaxdist.placements.model.strategy import DeviceContext, Sends, Strategy, itemsize
 from jaxdist.placements.model.values import REPLICATED, Aval, Form, Partial, Placement, Split, form, is_wide, wide
 from jaxdist.placements.rules.context import RuleContext, special
-from jaxdist.placements.rules.run import identity
+from jaxdist.placements.rules.run import identity, repeat_last
 
 # By operation: the reduction whose identity padding gets, and how two results are joined.
 _SCANS: dict[str, tuple[str, Callable[[jax.Array, jax.Array], jax.Array]]] = {
@@ -89,7 +89,7 @@ def _without_ends(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Str
     left, (shift, first) = _result(split, count, split.chunk // stride), divmod(start, stride)
     if not _has_all_devices(ctx, left, shift):
         return None
-    run = lambda device, node, xs: [_repeat_last(device, _shifted(device, part(xs[0], first, stride), d, shift), left)]
+    run = lambda device, node, xs: [repeat_last(device, _shifted(device, part(xs[0], first, stride), d, shift), left)]
     return Strategy([form(split)], [left], run, sends=_neighbors(ctx, node, d, shift))
 
 
@@ -114,7 +114,7 @@ def _with_filled_ends(ctx: RuleContext, node: Node, ins: Sequence[Placement]) ->
         x = lax.pad(x, filler, [(first, between - first, between) if k == d else c for k, c in enumerate(config)])
         row = _along(device.index * longer.chunk + jnp.arange(longer.chunk), d, x.ndim)
         x = jnp.where((row >= before) & (row <= end), _shifted(device, x, d, first - before), filler)
-        return [_repeat_last(device, x, longer)]
+        return [repeat_last(device, x, longer)]
 
     return Strategy([form(split), REPLICATED], [longer], run, sends=_neighbors(ctx, node, d, abs(before - first)))
 
@@ -139,7 +139,7 @@ def _with_rows_around(ctx: RuleContext, node: Node, ins: Sequence[Placement]) ->
         x = _shifted(device, xs[k], d, -before)
         x = put(xs[:k], x, 0, 0) if before else x
         x = put(xs[k + 1 :], x, device.n - 1, split.size + before - last_start) if after else x
-        return [_repeat_last(device, x, longer)]
+        return [repeat_last(device, x, longer)]
 
     in_forms: list[Form] = [form(split) if j == k else REPLICATED for j in range(len(ins))]
     return Strategy(in_forms, [longer], run, sends=_neighbors(ctx, node, d, before))
@@ -162,7 +162,7 @@ def _ends_apart(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strat
     def run(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
         pairs = zip(starts, sizes, strict=True)
         parts = [_among_zeros(device, xs[0], split, start, count) for start, count in pairs]
-        parts[bulk] = _repeat_last(device, _shifted(device, xs[0], split.dim, shift), left)
+        parts[bulk] = repeat_last(device, _shifted(device, xs[0], split.dim, shift), left)
         return parts
 
     out_placements: list[Placement] = [Partial(bits=True)] * len(sizes)
@@ -204,7 +204,7 @@ def _with_halos(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strat
             xs[0] = device.masked(xs[0], split, 0)
         around = _with_halo(device, xs[0], split.dim, halo)
         (y,) = device.bind(node, [around, xs[1]], {**params, "padding": tuple(padding)})
-        return [_repeat_last(device, y, result) if isinstance(result, Split) else y]
+        return [repeat_last(device, y, result) if isinstance(result, Split) else y]
 
     sends = [_rows_sent(ctx.n, aval, split.dim, halo, "permute")] * 2 if halo else []
     return Strategy([form(split), kernel_form], [result], run, sends=sends)
@@ -265,14 +265,6 @@ def _from_neighbor(device: DeviceContext, x: jax.Array, step: int) -> jax.Array:
     sent, back = exchange.bits(x)
     ends = [(i, i + step) for i in range(device.n) if 0 <= i + step < device.n]
     return back(lax.ppermute(sent, device.axis, ends))
-
-
-def _repeat_last(device: DeviceContext, x: jax.Array, split: Split) -> jax.Array:
-    """Fill the padding, which only the last device has, with its last real row."""
-    if not split.is_padded(device.n):
-        return x
-    last = split.size - 1 - (device.n - 1) * split.chunk
-    return jnp.where(device.real(split, x.ndim), x, lax.slice_in_dim(x, last, last + 1, axis=split.dim))
 
 
 def _among_zeros(

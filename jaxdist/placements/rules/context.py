@@ -115,7 +115,7 @@ class RuleContext:
 
     def _alone(self, node: Node, ins: Sequence[Placement]) -> Strategy:
         """Return the strategy that sends least for an operation alone."""
-        for rule in SPECIAL.get(node.name, ()):
+        for rule in (*SPECIAL.get(node.kernel, ()), *SPECIAL.get(node.name, ())):
             if strategy := rule(self, node, ins):
                 return strategy
         if all(isinstance(p, (Replicated, Deferred)) for p in ins):
@@ -144,6 +144,10 @@ class RuleContext:
             size = 0 if dim is None else self.block.avals[o].shape[dim]
             out_placements.append(REPLICATED if dim is None else replace(tile(dim, size, self.n), whole=True))
         why = "" if all(isinstance(p, (Replicated, Deferred)) for p in ins) else f"{node.name} needs all of it"
+        if why and (described := self.block.factors(node)) is not None and described.why:
+            at = [(k, p.dim) for k, p in enumerate(ins) if isinstance(p, Split)]
+            reasons = [described.why[place] for place in at if place in described.why]
+            why = f"{node.kernel or node.name}: {reasons[0]}" if reasons else why
         if why and not (node.name in SPECIAL or factors.is_known(node.eqn.primitive)):
             why = UNKNOWN
         if node.eqn.effects:
@@ -183,8 +187,10 @@ class RuleContext:
         """Return factors along which operands are split; batch operands take precedence."""
         splits: dict[tuple[int, int, int, int], Split] = {}
         batch = [p for p in ins if isinstance(p, Split) and not p.of_state]
-        for p, dims in zip(ins, described.operands, strict=True):
+        for k, (p, dims) in enumerate(zip(ins, described.operands, strict=True)):
             if not isinstance(p, Split) or (batch and p.of_state) or (factor := dims[p.dim]) is None:
+                continue
+            if (p := described.turns(k, p, self.n)) is None:
                 continue
             key = (factor, p.size, p.chunk, p.outer)
             if key not in splits or (splits[key].of_state and not p.of_state):
@@ -200,32 +206,39 @@ class RuleContext:
                     if factor is not None and factor in taken and n >= self.n]  # fmt: skip
             other, factor, size = min(fits, key=lambda fit: fit[0], default=(True, 0, 0))
             if fits and (node.name == "gather" or not other):
-                return [(factor, tile(0, size, self.n))]
+                turns = described.turns(len(ins), tile(dims.index(factor), size, self.n), self.n)
+                return [(factor, turns)] if turns is not None else []
         return [(key[0], splits[key]) for key in sorted(splits)]
 
     def cut(
         self, node: Node, ins: Sequence[Placement], described: Factors, factor: int, split: Split
     ) -> Strategy | None:
         """Cut an operation along one factor."""
-        kind, out_placements = described.reduced.get(factor), list[Placement]()
-        in_forms: list[Form] = [form(split.along(dims.index(factor))) if factor in dims else REPLICATED
-                             for dims in described.operands]  # fmt: skip
-        if kind is None:
-            if any(factor not in dims for dims in described.results):
+        kind, devices = described.reduced.get(factor), self.n
+        slices_of = lambda split, values, first: [
+            described.slices(first + k, factor, split, shape) for k, shape in enumerate(self.block.shapes(values))
+        ]
+        operands = slices_of(split, node.ins, 0)
+        in_forms: list[Form] = [form(p) if p else REPLICATED for p in operands]
+        of_state = split.of_state and all(p.of_state for p in ins if isinstance(p, Split))
+        results = slices_of(replace(split, of_state=of_state, requested=False, whole=False), node.outs, len(node.ins))
+        out_placements, shared = list[Placement](), list[int]()
+        for o, p in zip(node.outs, results, strict=True):
+            if p is None and kind is None and self.block.uses[o]:
                 return None
-            of_state = split.of_state and all(p.of_state for p in ins if isinstance(p, Split))
-            result_split = replace(split, of_state=of_state, requested=False, whole=False)
-            out_placements += [result_split.along(dims.index(factor)) for dims in described.results]
-        elif kind == "sum":
-            if not all(values.is_wide(self.block.avals[o].dtype) for o in node.outs):
+            if p is None and kind is not None:
+                shared.append(o)
+            summand = p is None and kind == "sum"
+            out_placements.append(p or (Partial(gradient=node.backward) if summand else REPLICATED))
+        if shared and len(shared) < len(results) and any(p and p.is_padded(devices) for p in operands):
+            return None  # padding must not count in some results, and be as the last entry in others
+        if kind == "sum" and shared:
+            if not all(values.is_wide(self.block.avals[o].dtype) for o in shared):
                 return None
-            out_placements += [Partial(gradient=node.backward)] * len(node.outs)
             if described.onto is not None and factor not in described.operands[described.onto]:
                 in_forms[described.onto] = Partial()
-        else:
-            out_placements += [REPLICATED] * len(node.outs)
-        run = Cut(described, factor, split, kind)
-        sends = () if kind in (None, "sum") else [self._combined(kind, o) for o in node.outs]
+        run = Cut(described, factor, split, kind if shared else None)
+        sends = () if kind in (None, "sum") else [self._combined(kind, o) for o in shared]
         return Strategy(in_forms, out_placements, run, sends=sends)
 
     def _combined(self, kind: str, o: int) -> Sends:
@@ -245,7 +258,8 @@ class RuleContext:
                     for p, to, i in zip(ins, strategy.in_forms, node.ins, strict=True))  # fmt: skip
         if run.kind is None:
             return moved, 0, factor
-        sent = link.sent("all-reduce", sum(nbytes(avals[o]) for o in node.outs))
+        made = zip(node.outs, run.described.results, strict=True)
+        sent = link.sent("all-reduce", sum(nbytes(avals[o]) for o, dims in made if factor not in dims))
         whole = sum(nbytes(avals[i]) for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split))
         if run.split.of_state and sent > moved + 2 * link.sent("all-gather", whole):
             return math.inf, 1, factor  # gathering the stored operand is cheaper than reducing the result

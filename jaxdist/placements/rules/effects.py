@@ -10,6 +10,7 @@ from jaxdist.placements.model.block import Node
 from jaxdist.placements.model.strategy import DeviceContext, Sends, Strategy, nbytes
 from jaxdist.placements.model.values import REPLICATED, Placement, is_narrow
 from jaxdist.placements.rules.context import RuleContext, refuse, special
+from jaxdist.placements.rules.kernels import by_batches
 
 
 @special("debug_callback", "debug_print")
@@ -28,7 +29,9 @@ def _debug(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
 
 @special("pure_callback", "io_callback")
 def _callback(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
-    """Run a callback on the root and send its results to all."""
+    """Run a callback on the root and send its results to all, unless it treats its operands as a batch."""
+    if strategy := by_batches(ctx, node, ins):
+        return strategy
     outs = [ctx.block.avals[o] for o in node.outs]
     _check_types(ctx, node)
 

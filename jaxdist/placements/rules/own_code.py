@@ -94,10 +94,10 @@ def _own_code(ctx: RuleContext, node: Node, body: ClosedJaxpr, ins: Sequence[Cut
         [placement(i, cuts) for i, cuts in zip(values, of, strict=True)]
         for values, of in ((node.ins, ins), (node.outs, outs))
     )
-    return Strategy(list(map(form, in_forms)), out_placements, run, sends=[*_sent_by(body, placed, mesh)])
+    return Strategy(list(map(form, in_forms)), out_placements, run, sends=[*sent_by(body, placed, mesh)])
 
 
-def _sent_by(body: ClosedJaxpr, placed: MeshAxis, mesh: Sequence[Axis]) -> Iterator[Sends]:
+def sent_by(body: ClosedJaxpr, placed: MeshAxis, mesh: Sequence[Axis]) -> Iterator[Sends]:
     """Yield what the user's code sends; a message over several axes belongs to the outermost of them."""
     sizes = {axis.name: axis.size for axis in mesh}
     for eqn, within in walk(body):

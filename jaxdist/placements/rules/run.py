@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxdist import compat
 from jaxdist.placements.model.block import Node
@@ -64,14 +65,24 @@ class Cut:
         if described.params is not None:
             params = described.params(params, factor, split)
         if kind is None:
-            return device.bind(node, xs, params)
+            results = device.bind(node, xs, params)
+            if described.is_even(factor):
+                return results
+            # Padding in a turn with real entries, or a turn of padding: what it gives is no copy of the last real one.
+            shapes = enumerate(device.block.shapes(node.outs), len(xs))
+            parts = [described.slices(k, factor, split, shape) for k, shape in shapes]
+            return [x if part is None else repeat_last(device, x, part) for x, part in zip(results, parts, strict=True)]
         if split.is_padded(device.n):
             for k, dims in enumerate(described.operands):
                 if factor in dims and (described.masked is None or k in described.masked):
                     xs[k] = device.masked(xs[k], split.along(dims.index(factor)), identity(kind, xs[k].dtype))
         if kind != "sum":
-            return [device.across(x, kind) for x in device.bind(node, xs, params)]
+            pairs = zip(device.bind(node, xs, params), described.results, strict=True)
+            return [x if factor in dims else device.across(x, kind) for x, dims in pairs]
         dtype = device.block.avals[node.outs[0]].dtype
+        if len(node.outs) > 1:
+            pairs = zip(device.bind(node, xs, params), described.results, strict=True)
+            return [x if factor in dims else x.astype(wide(x.dtype)) for x, dims in pairs]
         if wide(dtype) == dtype:
             return device.bind(node, xs, params)
         preferred = "preferred_element_type" in params
@@ -81,6 +92,14 @@ class Cut:
         if "update_jaxpr" in params:  # an adding scatter: its parameters contain the dtype
             return [compat.scatter_add(xs, params)]
         return device.bind(node, xs, {**params, "preferred_element_type": wide(dtype)} if preferred else params)
+
+
+def repeat_last(device: DeviceContext, x: jax.Array, split: Split) -> jax.Array:
+    """Fill the padding, which only the last device has, with its last real entry."""
+    if not split.is_padded(device.n):
+        return x
+    last = split.size - 1 - (device.n - 1) * split.chunk
+    return jnp.where(device.real(split, x.ndim), x, lax.slice_in_dim(x, last, last + 1, axis=split.dim))
 
 
 def identity(kind: str, dtype: np.dtype) -> complex | np.ndarray | np.generic:

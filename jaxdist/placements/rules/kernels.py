@@ -1,0 +1,222 @@
+"""Rules for kernels that say themselves how they are divided, and for those that a twin describes."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from jaxdist import compat
+from jaxdist.ir.interpreter import axes_of, walk
+from jaxdist.placements.model.block import Node
+from jaxdist.placements.model.factors import Dims, Factors
+from jaxdist.placements.model.strategy import DeviceContext, Run, Strategy
+from jaxdist.placements.model.values import REPLICATED, Form, Placement, Split, form, local_shape, tile
+from jaxdist.placements.rules.context import RuleContext, refuse, special
+from jaxdist.placements.rules.own_code import sent_by
+from jaxdist.placements.rules.run import Cut, repeat_last
+
+# --- custom_partitioning
+
+
+@special("custom_partitioning")
+def _by_its_partition(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    """Ask the kernel's own ``partition`` for the program of a device, with the slices that its rule allows."""
+    priced = [
+        (_price(ctx, node, ins, strategy), k, strategy)
+        for k, slices in enumerate(_proposals(ctx, node, ins))
+        if (strategy := _partitioned(ctx, node, slices)) is not None
+    ]
+    return min(priced, key=lambda entry: entry[:2], default=(0, 0, None))[-1]
+
+
+def _price(ctx: RuleContext, node: Node, ins: Sequence[Placement], strategy: Strategy) -> float:
+    moved = zip(ins, strategy.in_forms, node.ins, strict=True)
+    return sum(ctx.infer.sent(p, to or REPLICATED, ctx.block.avals[i]) for p, to, i in moved) + sum(
+        sends.times * ctx.infer.link.sent(sends.kind, sends.bytes) for sends in strategy.sends
+    )
+
+
+Slices = tuple[Split | None, ...]  # of the operands, then of the results
+
+
+def _proposals(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Iterator[Slices]:
+    """Yield slices of all arrays, along each factor of which an operand is split; else those of the operands."""
+    if (described := _factors_of_rule(ctx, node)) is None:
+        if any(isinstance(p, Split) for p in ins) and node.eqn.params["infer_sharding_from_operands"]:
+            yield tuple(p if isinstance(p, Split) else None for p in ins)
+        return
+    shapes = ctx.block.shapes((*node.ins, *node.outs))
+    for factor, turns in ctx.candidates(node, ins, described):
+        yield tuple(described.slices(k, factor, turns, shape) for k, shape in enumerate(shapes))
+
+
+def _factors_of_rule(ctx: RuleContext, node: Node) -> Factors | None:
+    """Return the factors of a Shardy rule; of several in one dimension, the outermost."""
+    avals = [[ctx.block.avals[i] for i in values] for values in (node.ins, node.outs)]
+    if (rule := compat.sharding_rule(node.eqn.params, *avals)) is None:
+        return None
+    arrays = [*avals[0], *avals[1]]
+    mappings = zip((*rule.operand_mappings, *rule.result_mappings), arrays, strict=True)
+    names = [compat.split_by_shardy(mapping, aval.ndim) for mapping, aval in mappings]
+    sizes = dict(rule.factor_sizes)
+    for dims, aval in zip(names, arrays, strict=True):
+        sizes |= {factors[0]: n for factors, n in zip(dims, aval.shape, strict=True) if len(factors) == 1}
+    kept = {*rule.need_replication_factors, *rule.permutation_factors}
+    kept |= {factor for dims in names for factors in dims for factor in factors[1:]}
+    numbers = {factor: k for k, factor in enumerate(sorted({f for dims in names for fs in dims for f in fs} - kept))}
+    units = {
+        (k, d): Fraction(math.prod(sizes[factor] for factor in factors[1:]))
+        for k, dims in enumerate(names) for d, factors in enumerate(dims)
+    }  # fmt: skip
+    described: list[Dims] = [tuple(numbers.get(factors[0]) for factors in dims) for dims in names]
+    return Factors(tuple(described[: len(node.ins)]), tuple(described[len(node.ins) :]), units=units)
+
+
+def _partitioned(ctx: RuleContext, node: Node, slices: Slices) -> Strategy | None:
+    """Return the strategy that the kernel's ``partition`` gives for these slices, or None if it gives none."""
+    params, axis, n = node.eqn.params, ctx.infer.axis, ctx.n
+    if any(p is not None and p.outer > 1 for p in slices):
+        return None
+    mesh, avals = AbstractMesh((n,), (axis.name,)), ctx.block.avals
+
+    def whole(i: int, p: Split | None) -> jax.ShapeDtypeStruct:
+        """The type of an array with a sharding, as long as all its slices."""
+        shape = avals[i].shape if p is None else p.shape(avals[i].shape)
+        shape = tuple(size * n if p and d == p.dim else size for d, size in enumerate(shape))
+        spec = PartitionSpec(*(axis.name if p and d == p.dim else None for d in range(len(shape))))
+        return jax.ShapeDtypeStruct(shape, avals[i].dtype, sharding=NamedSharding(mesh, spec))
+
+    def local(i: int, p: Split | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(local_shape(avals[i].shape, p), avals[i].dtype)
+
+    def placed(i: int, sharding: NamedSharding, p: Split | None) -> Split | None:
+        """The slices that a sharding means: those that were proposed, or others."""
+        names = [entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec]
+        dim = next((d for d, entry in enumerate(names) if axis.name in entry), None)
+        if dim is None or (p is not None and p.dim == dim):
+            return None if dim is None else p
+        return tile(dim, avals[i].shape[dim], n)
+
+    def of(tree: Any, shape: Callable[[int, Split | None], Any], values: Sequence[int], parts: Slices) -> Any:
+        return tree.unflatten([shape(i, p) for i, p in zip(values, parts, strict=True)])
+
+    def read(tree: Any, shardings: Any, values: Sequence[int], proposed: Slices) -> Slices:
+        triples = zip(values, tree.flatten_up_to(shardings), proposed, strict=True)
+        return tuple(placed(i, sharding, p) for i, sharding, p in triples)
+
+    ins, outs, static = params["in_tree"], params["out_tree"], params["static_args"]
+    taken, made = slices[: len(node.ins)], slices[len(node.ins) :]
+    operands = of(ins, whole, node.ins, taken)
+    if not made:
+        none: Slices = (None,) * len(node.outs)
+        inferred = params["infer_sharding_from_operands"](*static, mesh, operands, of(outs, local, node.outs, none))
+        made = read(outs, inferred, node.outs, none)
+    results = of(outs, whole, node.outs, made)
+    _, program, out_shardings, in_shardings = params["partition"](*static, mesh, operands, results)
+    taken, made = read(ins, in_shardings, node.ins, taken), read(outs, out_shardings, node.outs, made)
+    body = jax.make_jaxpr(program, axis_env=[(axis.name, n)])(*of(ins, local, node.ins, taken))
+    expected = [(x.shape, x.dtype) for x in map(local, node.outs, made)]
+    if [(a.shape, a.dtype) for a in body.out_avals] != expected:
+        raise refuse(node, f"the program of its partition returns {body.out_avals}, and its shardings say {expected}")
+    names_axis = any(axis.name in axes_of(eqn) for eqn, _ in walk(body))
+    is_padded = any(p is not None and p.is_padded(n) for p in (*taken, *made))
+    # Without messages, slices of a result need those of some operand, and padding stays padding.
+    if not any(taken) or (is_padded if names_axis else not any(made)):
+        return None
+    run = functools.partial(_run_partitioned, body, params if axis.inner and not names_axis else None)
+    in_forms: list[Form] = [form(p) if p else REPLICATED for p in taken]
+    return Strategy(in_forms, [p or REPLICATED for p in made], run, sends=[*sent_by(body, axis, axis.mesh)])
+
+
+def _run_partitioned(
+    body: ClosedJaxpr, params: Any, device: DeviceContext, node: Node, xs: list[jax.Array]
+) -> Sequence[jax.Array]:
+    """Run the program of a device; for axes that are placed later, it stays a kernel with its rule."""
+    return jaxpr_as_fun(body)(*xs) if params is None else device.bind(node, xs, {**params, "call": body})
+
+
+# --- groups of rows
+
+
+@special("ragged_dot_general")
+def _ragged(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    """Multiply a device's rows, of all groups; or all rows of a device's groups."""
+    if (described := ctx.block.factors(node)) is None:
+        return None
+    strategy = ctx.by_factors(node, ins, described)
+    if strategy is None or not isinstance(cut := strategy.run, Cut):
+        return strategy
+    numbers, sizes_rank = node.eqn.params["ragged_dot_dimension_numbers"], ctx.block.avals[node.ins[2]].ndim
+    (ragged,), groups = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
+    (ca, cb), _ = numbers.dot_dimension_numbers
+    rows = described.operands[0][ragged]
+    run: Run = cut
+    if cut.factor == rows:
+        run = functools.partial(_rows_of_groups, cut)
+    elif cut.factor == (described.operands[1][groups[0]] if groups else described.results[0][0]):
+        if sizes_rank > 1 or cut.split.outer > 1 or (ctx.n - 1) * cut.split.chunk >= cut.split.size:
+            return None
+        both = [(0, ragged)] if groups else [(0, ragged), (1, cb[ca.index(ragged)])]
+        run = functools.partial(_groups_of_device, cut, both)
+    return replace(strategy, run=run)
+
+
+def _rows_of_groups(cut: Cut, device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
+    """Count how many of the rows of a device are in each group."""
+    lhs, rhs, sizes = xs
+    split, ends = cut.split, jnp.cumsum(sizes, axis=-1)
+    starts = ends - sizes
+    first = device.index * split.chunk
+    # Rows of padding are copies of the last one, and belong to its group.
+    here = lambda at: jnp.clip(jnp.where(at >= split.size, split.chunk, at - first), 0, split.chunk).astype(sizes.dtype)
+    return cut(device, node, [lhs, rhs, here(ends) - here(starts)])
+
+
+def _groups_of_device(
+    cut: Cut, ragged: Sequence[tuple[int, int]], device: DeviceContext, node: Node, xs: list[jax.Array]
+) -> Sequence[jax.Array]:
+    """Move the rows of a device's groups to the front; those behind them count for no group."""
+    *operands, sizes = xs
+    split, group = cut.split, device.index * cut.split.chunk + jnp.arange(cut.split.chunk)
+    own = jnp.where(group < split.size, jnp.take(sizes, group, mode="clip"), 0)
+    before = jnp.sum(jnp.where(jnp.arange(split.size) < group[0], sizes, 0))
+    for k, dim in ragged:
+        operands[k] = jnp.roll(operands[k], -before, dim)
+    (out,) = cut(device, node, [*operands, own])
+    if cut.kind is None:
+        return [repeat_last(device, out, split.along(0))]
+    dim = cut.described.results[0].index(cut.described.operands[0][ragged[0][1]])
+    return [jnp.roll(out, before, dim)]
+
+
+# --- calls of the user's
+
+
+compat.count_batches()
+
+
+@special("ffi_call")
+def by_batches(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    """Divide what `jax.vmap` added: ``vmap_method`` says that the call treats it as a batch."""
+    count, shapes = compat.batches(node.eqn), ctx.block.shapes((*node.ins, *node.outs))
+    longest = [max((shape[d] for shape in shapes if len(shape) > d), default=1) for d in range(count)]
+    dims = [tuple(d if d < count and n == longest[d] else None for d, n in enumerate(shape)) for shape in shapes]
+    described = Factors(tuple(dims[: len(node.ins)]), tuple(dims[len(node.ins) :]), params=_of_results(node))
+    return ctx.by_factors(node, ins, described) if count and node.outs and not node.eqn.effects else None
+
+
+def _of_results(node: Node) -> Any:
+    """Return the function that gives a call's parameters on slices: it names the types of its results."""
+
+    def params_of(params: Any, factor: int, split: Split) -> Any:
+        avals = tuple(a.update(shape=Split.shape(split.along(factor), a.shape)) for a in params["result_avals"])
+        return {**params, "result_avals": avals}
+
+    return params_of
