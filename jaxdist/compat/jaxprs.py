@@ -199,12 +199,15 @@ def block_size(dim: Any) -> int | None:
 def is_whole(eqn: Any) -> bool:
     """Whether a ``swap`` writes to all of its memory (how it is indexed is private)."""
     for step in jax.tree.unflatten(eqn.params["tree"], eqn.invars[2:]):
-        for index, size in zip(getattr(step, "indices", ()), getattr(step, "shape", ()), strict=True):
-            start = getattr(index, "start", None)
-            if start != 0 or index.size != size or index.stride != 1:
-                return False
         if not hasattr(step, "indices"):
             return False
+        for index, size in zip(step.indices, step.shape, strict=True):
+            start = getattr(index, "start", index)
+            length, stride = getattr(index, "size", 1), getattr(index, "stride", 1)
+            if not isinstance(getattr(start, "val", start), int) or getattr(start, "val", start) != 0:
+                return False
+            if (length, stride) != (size, 1):
+                return False
     return True
 
 

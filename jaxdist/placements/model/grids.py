@@ -25,7 +25,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxdist import compat
 from jaxdist.ir.interpreter import bodies, called, walk
 from jaxdist.placements.model.factors import FACTORS, Dims, Factors, Params, Shapes
-from jaxdist.placements.model.values import Split
+from jaxdist.placements.model.values import Split, aval_of
 
 Places = dict[tuple[int, int], Fraction]  # by array and dimension, the entries that a step takes
 
@@ -87,9 +87,9 @@ def _divided(index_map: ClosedJaxpr, axis: int, steps: Any) -> list[int]:
     # The values that depend on the axis alone, for each of its steps; None: on something else, too.
     values: dict[Var, np.ndarray | None] = {index_map.jaxpr.invars[axis]: np.arange(steps, dtype=np.int32)}
     for eqn in index_map.jaxpr.eqns:
-        if values.keys().isdisjoint(eqn.invars):
+        if not any(isinstance(v, Var) and v in values for v in eqn.invars):
             continue
-        operands = [np.full(steps, v.val) if isinstance(v, Literal) else values.get(v) for v in eqn.invars]
+        operands = [np.full(steps, _value(v)) if isinstance(v, Literal) else values.get(v) for v in eqn.invars]
         results: Sequence[Any] = [None] * len(eqn.outvars)
         if all(operand is not None for operand in operands):
             with jax.ensure_compile_time_eval():
@@ -196,7 +196,7 @@ def _writes_first(
         for (closed, operands), seen in zip(parts, after, strict=True):
             pairs = list(zip(closed.jaxpr.invars, operands, strict=True))
             inner_memory = {v: memory[x] for v, x in pairs if isinstance(x, Var) and x in memory}
-            inner_known = {v: x.val if isinstance(x, Literal) else known[x] for v, x in pairs
+            inner_known = {v: _value(x) if isinstance(x, Literal) else known[x] for v, x in pairs
                            if isinstance(x, Literal) or x in known}  # fmt: skip
             if not _writes_first(closed.jaxpr, inner_memory, inner_known, seen, first):
                 return False
@@ -227,12 +227,17 @@ def _evaluate(eqn: JaxprEqn, known: dict[Var, Any], first: Collection[int]) -> N
     """Find the result of an equation of known numbers."""
     if eqn.primitive.name == "program_id":
         if eqn.params["axis"] in first:
-            known[eqn.outvars[0]] = 0
+            known[eqn.outvars[0]] = np.zeros((), aval_of(eqn.outvars[0]).dtype)
         return
-    values = [v.val if isinstance(v, Literal) else known.get(v) for v in eqn.invars]
-    if values and None not in values and len(eqn.outvars) == 1 and not eqn.effects and not called(eqn):
+    values = [_value(v) if isinstance(v, Literal) else known.get(v) for v in eqn.invars]
+    is_known = values and all(value is not None for value in values)
+    if is_known and len(eqn.outvars) == 1 and not eqn.effects and called(eqn) is None:
         with jax.ensure_compile_time_eval():
             known[eqn.outvars[0]] = compat.bind(eqn, eqn.params, values)[0]
+
+
+def _value(literal: Literal) -> np.ndarray:
+    return np.asarray(literal.val, aval_of(literal).dtype)
 
 
 def _is_used(eqn: JaxprEqn, jaxpr: Jaxpr) -> bool:
