@@ -263,6 +263,6 @@ def count_batches() -> None:
 
 
 def _counted(rule: Any, axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    adds = params["vmap_method"] in ("expand_dims", "broadcast_all") and any(d is not None for d in dims)
+    adds = params["vmap_method"] and any(d is not None for d in dims)
     with jax.named_scope(_BATCHED) if adds else contextlib.nullcontext():
         return rule(axis, args, dims, **params)

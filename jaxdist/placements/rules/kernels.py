@@ -13,9 +13,9 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxdist import compat
-from jaxdist.ir.interpreter import axes_of, walk
+from jaxdist.ir.interpreter import axes_of, bodies, walk
 from jaxdist.placements.model.block import Node
-from jaxdist.placements.model.factors import Dims, Factors
+from jaxdist.placements.model.factors import Dims, Factors, Params
 from jaxdist.placements.model.strategy import DeviceContext, Run, Strategy
 from jaxdist.placements.model.values import REPLICATED, Form, Placement, Split, form, local_shape, tile
 from jaxdist.placements.rules.context import RuleContext, refuse, special
@@ -196,27 +196,51 @@ def _groups_of_device(
     return [jnp.roll(out, before, dim)]
 
 
-# --- calls of the user's
+# --- calls of the user's, and loops over the batch
 
 
-compat.count_batches()
+@special("scan")
+def _by_iterations(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    """Let each device run the iterations of its slices, if they do not depend on each other (`jax.lax.map`)."""
+    (body,) = bodies(node.eqn)
+    split = next((ins[k] for k in body.xs if isinstance(p := ins[k], Split) and p.dim == 0 and not p.of_state), None)
+    if not isinstance(split, Split) or body.carry or not _runs_anywhere(body.closed, bool(compat.batches(node.eqn))):
+        return None
+    in_forms: list[Form] = [form(split) if k in body.xs else REPLICATED for k in range(len(ins))]
+    result = replace(split, whole=False, requested=False)
+    run: Run = lambda device, node, xs: device.bind(node, xs, {**node.eqn.params, "length": split.rows})
+    return Strategy(in_forms, [result] * len(node.outs), run)
+
+
+def _runs_anywhere(body: ClosedJaxpr, is_batched_call: bool) -> bool:
+    """Check whether a device can run a program alone: it sends nothing, and has no effect.
+
+    Args:
+      body: the program.
+      is_batched_call: `jax.vmap` made it of a callback that treats its operands as a batch (``"sequential"``).
+    """
+    for eqn, _ in walk(body):
+        names_axis = any(isinstance(axis, str) for axis in axes_of(eqn))
+        if eqn.effects or names_axis or eqn.primitive.name.startswith("jaxdist_"):
+            return False
+        if eqn.primitive in compat.CALLBACKS and not is_batched_call:
+            return False
+    return True
 
 
 @special("ffi_call")
 def by_batches(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Divide what `jax.vmap` added: ``vmap_method`` says that the call treats it as a batch."""
     count, shapes = compat.batches(node.eqn), ctx.block.shapes((*node.ins, *node.outs))
-    longest = [max((shape[d] for shape in shapes if len(shape) > d), default=1) for d in range(count)]
-    dims = [tuple(d if d < count and n == longest[d] else None for d, n in enumerate(shape)) for shape in shapes]
-    described = Factors(tuple(dims[: len(node.ins)]), tuple(dims[len(node.ins) :]), params=_of_results(node))
-    return ctx.by_factors(node, ins, described) if count and node.outs and not node.eqn.effects else None
+    if not count or node.eqn.effects or node.eqn.params["vmap_method"] not in ("expand_dims", "broadcast_all"):
+        return None
+    sizes = shapes[-1][:count]  # operands that are the same for all have 1 there, or the size
+    dims = [tuple(d if d < count and n == sizes[d] else None for d, n in enumerate(shape)) for shape in shapes]
+    described = Factors(tuple(dims[: len(node.ins)]), tuple(dims[len(node.ins) :]), params=_with_results)
+    return ctx.by_factors(node, ins, described)
 
 
-def _of_results(node: Node) -> Any:
-    """Return the function that gives a call's parameters on slices: it names the types of its results."""
-
-    def params_of(params: Any, factor: int, split: Split) -> Any:
-        avals = tuple(a.update(shape=Split.shape(split.along(factor), a.shape)) for a in params["result_avals"])
-        return {**params, "result_avals": avals}
-
-    return params_of
+def _with_results(params: Params, factor: int, split: Split) -> Params:
+    """The parameters of a call on slices: they name the types of its results."""
+    avals = tuple(aval.update(shape=split.along(factor).shape(aval.shape)) for aval in params["result_avals"])
+    return {**params, "result_avals": avals}
