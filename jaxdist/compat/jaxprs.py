@@ -266,3 +266,6 @@ def _counted(rule: Any, axis: Any, args: Sequence[Any], dims: Sequence[Any], **p
     adds = params["vmap_method"] and any(d is not None for d in dims)
     with jax.named_scope(_BATCHED) if adds else contextlib.nullcontext():
         return rule(axis, args, dims, **params)
+
+
+count_batches()

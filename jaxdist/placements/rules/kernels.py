@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxdist import compat
-from jaxdist.ir.interpreter import axes_of, bodies, walk
+from jaxdist.ir.interpreter import axes_of, walk
 from jaxdist.placements.model.block import Node
 from jaxdist.placements.model.factors import Dims, Factors, Params
 from jaxdist.placements.model.strategy import DeviceContext, Run, Strategy
@@ -196,36 +196,7 @@ def _groups_of_device(
     return [jnp.roll(out, before, dim)]
 
 
-# --- calls of the user's, and loops over the batch
-
-
-@special("scan")
-def _by_iterations(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Let each device run the iterations of its slices, if they do not depend on each other (`jax.lax.map`)."""
-    (body,) = bodies(node.eqn)
-    split = next((ins[k] for k in body.xs if isinstance(p := ins[k], Split) and p.dim == 0 and not p.of_state), None)
-    if not isinstance(split, Split) or body.carry or not _runs_anywhere(body.closed, bool(compat.batches(node.eqn))):
-        return None
-    in_forms: list[Form] = [form(split) if k in body.xs else REPLICATED for k in range(len(ins))]
-    result = replace(split, whole=False, requested=False)
-    run: Run = lambda device, node, xs: device.bind(node, xs, {**node.eqn.params, "length": split.rows})
-    return Strategy(in_forms, [result] * len(node.outs), run)
-
-
-def _runs_anywhere(body: ClosedJaxpr, is_batched_call: bool) -> bool:
-    """Check whether a device can run a program alone: it sends nothing, and has no effect.
-
-    Args:
-      body: the program.
-      is_batched_call: `jax.vmap` made it of a callback that treats its operands as a batch (``"sequential"``).
-    """
-    for eqn, _ in walk(body):
-        names_axis = any(isinstance(axis, str) for axis in axes_of(eqn))
-        if eqn.effects or names_axis or eqn.primitive.name.startswith("jaxdist_"):
-            return False
-        if eqn.primitive in compat.CALLBACKS and not is_batched_call:
-            return False
-    return True
+# --- calls of the user's
 
 
 @special("ffi_call")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
+from jaxdist import compat
 from jaxdist.ir.interpreter import CONTROL_FLOW, bodies, has_effect, with_bodies
 from jaxdist.ir.operations import ADDITION, FOR_ITSELF
 from jaxdist.placements.model.block import Block, Node
@@ -241,7 +242,9 @@ def _own_iterations(
     ctx: RuleContext, node: Node, ins: Sequence[Placement], block: Block, carry_inputs: range
 ) -> Strategy | None:
     """Split a loop over the batch whose iterations are independent but for sums of results."""
-    if any(has_effect(n.eqn) or n.name in FOR_ITSELF for n in block.nodes):
+    # Under `jax.vmap`, a callback with ``vmap_method="sequential"`` says that it treats each example by itself.
+    alone = FOR_ITSELF - {"pure_callback"} if compat.batches(node.eqn) else FOR_ITSELF
+    if any(has_effect(n.eqn) or n.name in alone for n in block.nodes):
         return None
     first, count = carry_inputs.start, len(carry_inputs)
     taken, returned = [block.inputs[k] for k in carry_inputs], block.outputs[:count]
