@@ -6,7 +6,6 @@ operation; `search`, which chooses among them; `emit`, which writes the program.
 """
 
 from jaxdist.placements.model import grids, named_kernels  # noqa: F401  (their rules)
-from jaxdist.placements.model.factors import register
 from jaxdist.placements.rules import (  # noqa: F401  (their rules)
     along,
     branches,
@@ -18,6 +17,7 @@ from jaxdist.placements.rules import (  # noqa: F401  (their rules)
     products,
     shapes,
 )
+from jaxdist.placements.rules.kernels import register
 from jaxdist.placements.search.owners import run  # noqa: F401  (its rule)
 
 __all__ = ["register"]

@@ -14,6 +14,7 @@ from jaxdist.ir.interpreter import bodies
 from jaxdist.ir.operations import CONTRACTION, is_elementwise
 from jaxdist.machine import Machine
 from jaxdist.placements.model.block import Block, Node, flatten
+from jaxdist.placements.model.named_kernels import twin_of
 from jaxdist.placements.model.strategy import Inference, Propagation, Strategy, itemsize
 from jaxdist.placements.model.values import REPLICATED, Split, local_shape
 
@@ -24,7 +25,12 @@ _FACTORIZATION = {
 }  # fmt: skip
 # Operations that run a program as it is on each device, and the parameter that holds it.
 _KERNELS = {"pallas_call": "jaxpr", "custom_partitioning": "call", "shard_map": "jaxpr", "jaxdist_own_code": "body"}
-_NOT_ENTRYWISE = {*CONTRACTION, *_FACTORIZATION, *_KERNELS, "ffi_call"}
+# Of cuDNN's attention, the products of queries and keys of one shape, twice their FLOPs.
+_ATTENTION = {f"dot_product_attention_{name}": 2 * products
+              for kernel, products in (("fwd", 2), ("bwd", 5), ("fp8_fwd", 2), ("fp8_bwd", 5))
+              for name in (kernel, f"{kernel}_wrapper")}  # fmt: skip
+_PRODUCTS = {"ragged_dot_general", "scaled_dot", "scaled_matmul", "scaled_matmul_wrapper"}
+_NOT_ENTRYWISE = {*CONTRACTION, *_FACTORIZATION, *_KERNELS, *_ATTENTION, *_PRODUCTS, "ffi_call"}
 
 
 def cost(placed: Propagation, infer: Inference, examples: int = 1, memory: bool = True) -> float:
@@ -51,7 +57,7 @@ def seconds(placed: Propagation, machine: Machine, memory: bool = True) -> float
 
 def seconds_of(block: Block, node: Node, strategy: Strategy, machine: Machine, memory: bool = True) -> float:
     """Estimate a device's seconds for an operation: its products, its memory traffic."""
-    is_entrywise = node.name not in _NOT_ENTRYWISE
+    is_entrywise = node.name not in _NOT_ENTRYWISE and twin_of(node) is None
     if is_entrywise and (not memory or _is_in_a_loop(block, node)):
         return 0.0
     cost, dtype = flops(block, node, strategy), block.avals[node.outs[0]].dtype if node.outs else np.dtype("float32")
@@ -106,13 +112,35 @@ def flops(block: Block, node: Node, strategy: Strategy) -> int:
     if node.name in _FACTORIZATION:
         shape = local_shape(block.avals[node.ins[0]].shape, in_forms[0])
         return round(_FACTORIZATION[node.name] * math.prod(shape) * min(shape[-2:]))
-    if node.name in _KERNELS:
-        return _runs(node) * flops_of(compat.closed(node.eqn.params[_KERNELS[node.name]]))
+    placed = list(zip((*node.ins, *node.outs), (*in_forms, *out_placements), strict=True))
+    shapes = [local_shape(block.avals[i].shape, p) for i, p in placed]
+    if (twin := twin_of(node)) is not None or node.name in _KERNELS:
+        splits = [(p, block.avals[i].shape[p.dim]) for i, p in placed if isinstance(p, Split) and not p.whole]
+        share = min((min(p.rows / length, 1) for p, length in splits if length), default=1)
+        program = twin or compat.closed(node.eqn.params[_KERNELS[node.name]])
+        return round(share * (1 if twin else _runs(node)) * flops_of(program))
+    if node.name in _ATTENTION:
+        return _ATTENTION[node.name] * math.prod(shapes[0]) * shapes[1][2 if node.eqn.params["layout"] else 1]
+    if node.name in _PRODUCTS:
+        return _of_loops(block, node, shapes)
     if node.name == "ffi_call":  # unknown: as for a product of its three largest arrays, each over two of three loops
-        arrays = sorted([math.prod(shape) for shape in block.shapes((*node.ins, *node.outs))], reverse=True)
+        arrays = sorted(map(math.prod, shapes), reverse=True)
         return 2 * math.isqrt(math.prod(arrays[:3])) if len(arrays) > 2 else sum(sizes)
     dtypes = [block.avals[o].dtype for o in node.outs]
     return sum(n for n, t in zip(sizes, dtypes, strict=True) if not jax.numpy.issubdtype(t, jax.dtypes.extended))
+
+
+def _of_loops(block: Block, node: Node, shapes: Sequence[tuple[int, ...]]) -> int:
+    """Count the FLOPs of a product on arrays of these shapes, the operands and then the results."""
+    if (described := block.factors(node)) is None:
+        return 2 * math.prod(shapes[-1])
+    lengths = {
+        f: n for dims, shape in zip(described.arrays, shapes, strict=True) for f, n in zip(dims, shape, strict=True)
+    }
+    # What no factor names is contracted. A row is in one of the groups, which are a factor.
+    inner = math.prod(n for f, n in zip(described.operands[0], shapes[0], strict=True) if f is None)
+    groups = block.avals[node.ins[2]].shape[-1] if node.name == "ragged_dot_general" else 1
+    return 2 * inner * math.prod(n for f, n in lengths.items() if f is not None) // max(groups, 1)
 
 
 def _runs(node: Node) -> int:

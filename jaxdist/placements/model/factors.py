@@ -341,37 +341,8 @@ def is_known(primitive: Primitive) -> bool:
     return primitive.name in FACTORS or primitive.name in _WHOLE or is_elementwise(primitive)
 
 
-def register(primitive: Primitive | str, rule: str | Callable[[Params, Shapes, Shapes], str | None]) -> None:
-    """Describe how a primitive treats the dimensions of its operands, so that it runs on slices of the batch.
-
-    By default, every device computes an unknown operation as a whole, and a message says so. Describe kernels that
-    treat each example separately, or that are contractions.
-
-    Args:
-      primitive: the primitive, or its name.
-      rule: a description like `numpy.einsum`'s, ``"operands->results"``. Use ``.`` for a dimension that must not be
-        split. A letter that occurs in no result is summed over. Or a function ``rule(params, shapes of the operands,
-        shapes of the results)`` that returns such a description, or None to compute the whole operation.
-
-    Raises:
-      ValueError: the description is invalid.
-
-    Example:
-      >>> from jaxdist.placements import register
-      >>> from jax.extend.core import Primitive
-      >>> attention_p = Primitive("my_attention")  # queries, keys, values: (batch, time, heads, width)
-      >>> register(attention_p, "b..., b..., b... -> b...")
-    """
-    name = primitive if isinstance(primitive, str) else primitive.name
-    if isinstance(rule, str):
-        FACTORS[name] = _described(rule)
-    elif callable(rule):
-        FACTORS[name] = lambda *facts: None if (text := rule(*facts)) is None else _described(text)(*facts)
-    else:
-        raise ValueError(f"rule={rule!r}: a description such as 'b..., .d -> b.', or a function")
-
-
-def _described(rule: str) -> Rule:
+def described(rule: str) -> Rule:
+    """Return the rule of a description such as ``"b..., .d -> b."``, with ``.`` for a dimension that stays whole."""
     equation = rule.replace(" ", "")
     if equation.count("->") != 1 or set(equation) - set("->,.") - set(LETTERS):
         raise ValueError(f"rule={rule!r}: expected a description such as 'b..., .d -> b.', or a function")

@@ -1,9 +1,17 @@
-"""The loops of kernels that JAX ships, by name: cuDNN's attention, products of scaled blocks, ragged products."""
+"""Kernels by name: the loops of those that JAX ships, and the twins of others (`jaxdist.placements.register`)."""
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from jaxdist.placements.model.block import Node
 from jaxdist.placements.model.factors import FACTORS, Dims, Factors, Params, Rule, Shapes, einsum
+from jaxdist.placements.model.values import aval_of
 
 _EXAMPLE, _HEAD = 0, 1
 
@@ -22,16 +30,18 @@ def _attention(operands: str, results: str, reduction: str) -> Rule:
         heads_at = 1 if params["layout"] else 2  # of (B, N, T, H), or (B, T, N, H)
         sizes = {_EXAMPLE: ins[0][0], _HEAD: ins[0][heads_at]}
         shared = Fraction(ins[1][heads_at], sizes[_HEAD])  # several heads of queries may share one of keys
-        units, described = dict[tuple[int, int], Fraction](), list[Dims]()
+        units, described, why = dict[tuple[int, int], Fraction](), list[Dims](), dict[tuple[int, int], str]()
         for k, (name, shape) in enumerate(zip((*operands, *results), (*ins, *outs), strict=False)):
             at = {"q": {0: _EXAMPLE, heads_at: _HEAD}, "k": {0: _EXAMPLE, heads_at: _HEAD}, "n": {0: _EXAMPLE},
                   "b": {0: _EXAMPLE, 1: _HEAD}, "s": {0: _EXAMPLE, 1: _HEAD}}.get(name, {})  # fmt: skip
             if name == "k":
                 units[k, heads_at] = shared
+            if name in ("q", "k"):
+                why[k, 3 - heads_at] = "the positions of a sequence attend to each other"
             fits = {d: f for d, f in at.items() if d < len(shape) and shape[d] == sizes[f] * units.get((k, d), 1)}
             described.append(tuple(map(fits.get, range(len(shape)))))
         found = Factors(
-            tuple(described[: len(ins)]), tuple(described[len(ins) :]), units=units,
+            tuple(described[: len(ins)]), tuple(described[len(ins) :]), units=units, why=why,
             reduced=dict.fromkeys((_EXAMPLE, _HEAD), reduction),
         )  # fmt: skip
         return whole(found, reason) if (reason := _depends_on_all(params, ins)) else found
@@ -105,3 +115,23 @@ FACTORS |= {
     **dict.fromkeys(("scaled_matmul", "scaled_matmul_wrapper"), einsum("bm.,bn.,bm.,bn.->bmn")),
     "scaled_dot": _scaled_dot, "ragged_dot_general": _ragged_dot,
 }  # fmt: skip
+
+TWINS: dict[str, Callable[..., Any]] = {}  # by the name of a kernel or primitive, a JAX function with its results
+
+
+def twin_of(node: Node, shapes: Sequence[tuple[int, ...]] | None = None) -> ClosedJaxpr | None:
+    """Return the program of a kernel's twin, if it has one; `shapes`: of its operands, if not those of the equation."""
+    like = TWINS.get(node.kernel) or TWINS.get(node.name)
+    return None if like is None else _traced(like, node, None if shapes is None else tuple(shapes))
+
+
+@functools.lru_cache(maxsize=256)
+def _traced(like: Callable[..., Any], node: Node, shapes: Shapes | None) -> ClosedJaxpr:
+    # An FFI call has parameters of its own besides those of the target.
+    params = node.eqn.params if node.name != "ffi_call" else dict(node.eqn.params.get("attributes", ()))
+    avals = list(map(aval_of, node.eqn.invars))
+    types = [
+        jax.ShapeDtypeStruct(shape, aval.dtype)
+        for shape, aval in zip(shapes or [a.shape for a in avals], avals, strict=True)
+    ]
+    return jax.make_jaxpr(functools.partial(like, **params))(*types)

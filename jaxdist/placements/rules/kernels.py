@@ -1,4 +1,4 @@
-"""Rules for kernels that say themselves how they are divided, and for those that a twin describes."""
+"""Rules for kernels that say themselves how they are divided, and `register` for those that don't."""
 
 import functools
 import math
@@ -9,16 +9,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxdist import compat
-from jaxdist.ir.interpreter import axes_of, walk
-from jaxdist.placements.model.block import Node
-from jaxdist.placements.model.factors import Dims, Factors, Params
-from jaxdist.placements.model.strategy import DeviceContext, Run, Strategy
-from jaxdist.placements.model.values import REPLICATED, Form, Placement, Split, form, local_shape, tile
-from jaxdist.placements.rules.context import RuleContext, refuse, special
+from jaxdist.ir.interpreter import axes_of, bodies, walk
+from jaxdist.placements.model.block import Block, Node
+from jaxdist.placements.model.factors import FACTORS, Dims, Factors, Params, Shapes, described
+from jaxdist.placements.model.named_kernels import TWINS, twin_of
+from jaxdist.placements.model.strategy import DeviceContext, Propagation, Run, Strategy, sliced
+from jaxdist.placements.model.values import REPLICATED, Form, Partial, Placement, Split, form, local_shape, tile
+from jaxdist.placements.rules.context import SPECIAL, RuleContext, refuse, resolved, special
 from jaxdist.placements.rules.own_code import sent_by
 from jaxdist.placements.rules.run import Cut, repeat_last
 
@@ -215,3 +217,107 @@ def _with_results(params: Params, factor: int, split: Split) -> Params:
     """The parameters of a call on slices: they name the types of its results."""
     avals = tuple(aval.update(shape=split.along(factor).shape(aval.shape)) for aval in params["result_avals"])
     return {**params, "result_avals": avals}
+
+
+# --- kernels that are described
+
+_Describe = str | Callable[[Params, Shapes, Shapes], str | None]
+
+
+def register(
+    primitive: Primitive | str, rule: _Describe | None = None, *, like: Callable[..., Any] | None = None, on: Any = None
+) -> None:
+    """Describe how a primitive treats the dimensions of its operands, so that it runs on slices of the batch.
+
+    By default, every device computes an unknown operation as a whole, and a message says so. Describe kernels that
+    treat each example separately, or that are contractions.
+
+    Args:
+      primitive: the primitive, or its name; of an FFI call, the name of its target.
+      rule: a description like `numpy.einsum`'s, ``"operands->results"``. Use ``.`` for a dimension that must not be
+        split. A letter that occurs in no result is summed over. Or a function ``rule(params, shapes of the operands,
+        shapes of the results)`` that returns such a description, or None to compute the whole operation.
+      like: instead, a JAX function of the same operands (and, as keywords, parameters) that returns the same results.
+        What devices can do of it alone, they do with the kernel; it is also what the kernel's FLOPs are counted by.
+      on: operands, arrays of any shapes, on which the kernel is run at once and compared with `like`.
+
+    Raises:
+      ValueError: the description is invalid, or the kernel's results on `on` are not those of `like`.
+
+    Example:
+      >>> from jaxdist.placements import register
+      >>> from jax.extend.core import Primitive
+      >>> attention_p = Primitive("my_attention")  # queries, keys, values: (batch, time, heads, width)
+      >>> register(attention_p, "b..., b..., b... -> b...")
+      >>> norm_p = Primitive("my_norm")
+      >>> register(norm_p, like=lambda x: x / jax.numpy.linalg.norm(x, axis=-1, keepdims=True))
+    """
+    name = primitive if isinstance(primitive, str) else primitive.name
+    if like is not None:
+        if rule is not None:
+            raise ValueError("register takes a rule or like=, not both")
+        if on is not None and not isinstance(primitive, str):
+            _compare(primitive, like, on)
+        TWINS[name], SPECIAL[name] = like, [_as_twin]
+    elif isinstance(rule, str):
+        FACTORS[name] = described(rule)
+    elif callable(rule):
+        FACTORS[name] = lambda *facts: None if (text := rule(*facts)) is None else described(text)(*facts)
+    else:
+        raise ValueError(f"rule={rule!r}: a description such as 'b..., .d -> b.', or a function")
+
+
+def _compare(primitive: Primitive, like: Callable[..., Any], on: Sequence[Any]) -> None:
+    """Raise an error if a kernel's results on some operands are not its twin's."""
+    results, expected = (list(map(jnp.asarray, jax.tree.leaves(f(*on)))) for f in (primitive.bind, like))
+    types = [[(x.shape, x.dtype) for x in each] for each in (results, expected)]
+    for x, y in zip(results, expected, strict=False):
+        error = 1e3 * float(jnp.finfo(y.dtype).eps) if jnp.issubdtype(y.dtype, jnp.inexact) else 0
+        if types[0] != types[1] or not np.allclose(x, y, rtol=error, atol=error, equal_nan=True):
+            raise ValueError(f"{primitive.name} returns {x}, and its twin {y}, of types {types[0]} and {types[1]}")
+
+
+def _as_twin(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    """Run a kernel on the slices on which its twin needs no messages."""
+    if (twin := twin_of(node)) is None:
+        return None
+    block = ctx.infer.block(twin, node.backward)
+    place = lambda ins: [ctx.infer.place(block, ins)]
+    whole = [resolved(p) for p in ins]
+    taken, (placed,) = sliced(whole, place(whole), place)
+    types = [
+        [(a.shape, a.dtype) for a in map(of.avals.__getitem__, outs)]
+        for of, outs in ((ctx.block, node.outs), (block, block.outputs))
+    ]
+    if types[0] != types[1]:
+        raise refuse(node, f"it returns {types[0]}, and its twin {types[1]}")
+    is_padded = any(isinstance(p, Split) and p.is_padded(ctx.n) for p in taken)
+    are_sums = any(isinstance(p, Partial) for p in placed.out_placements)
+    if placed.communicates or (are_sums and is_padded) or any(isinstance(p, Partial) for p in taken):
+        return None
+    shapes = [local_shape(shape, p) for shape, p in zip(ctx.block.shapes(node.ins), taken, strict=True)]
+    if (on_slices := twin_of(node, tuple(shapes))) is None or not _are_alike(block, ctx.infer.block(on_slices)):
+        return None
+    run: Run = lambda device, node, xs: device.bind(node, xs, _on_slices(node.eqn.params, placed))
+    return Strategy([form(p) for p in taken], [resolved(p) for p in placed.out_placements], run)
+
+
+def _are_alike(whole: Block, part: Block) -> bool:
+    """Check that a program on slices differs from the whole one in nothing but shapes: no mean over fewer rows."""
+    if any(bodies(node.eqn) for node in whole.nodes):
+        return False  # they may hold numbers, too
+    facts = [
+        [(node.name, [block.numbers.get(i) for i in node.ins], node.name == "iota" and block.shapes(node.outs))
+         for node in block.nodes]
+        for block in (whole, part)
+    ]  # fmt: skip
+    constants = [[np.asarray(value) for value in block.known.values()] for block in (whole, part)]
+    return facts[0] == facts[1] and all(np.array_equal(x, y) for x, y in zip(*constants, strict=False))
+
+
+def _on_slices(params: Params, placed: Propagation) -> Params:
+    """The parameters of a call on slices, if they name the types of its results."""
+    if "result_avals" not in params:
+        return params
+    parts = zip(params["result_avals"], placed.out_placements, strict=True)
+    return {**params, "result_avals": tuple(aval.update(shape=local_shape(aval.shape, p)) for aval, p in parts)}
