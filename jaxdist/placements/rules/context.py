@@ -155,7 +155,9 @@ class RuleContext:
     def _of_kernel(self, node: Node, ins: Sequence[Placement], described: Factors) -> str:
         """Return the reason that a kernel needs all of an operand."""
         name = node.kernel or node.name
-        k, dim = next((k, p.dim) for k, p in enumerate(ins) if isinstance(p, Split))
+        k, dim = next(((k, p.dim) for k, p in enumerate(ins) if isinstance(p, Split)), (0, None))
+        if dim is None:
+            return f"{name} needs all of it"
         if (reason := described.why.get((k, dim))) is not None:
             return f"{name}: {reason}"
         if described.operands[k][dim] is not None:
