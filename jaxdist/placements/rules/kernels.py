@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
@@ -184,18 +185,28 @@ def _rows_of_groups(cut: Cut, device: DeviceContext, node: Node, xs: list[jax.Ar
 def _groups_of_device(
     cut: Cut, ragged: Sequence[tuple[int, int]], device: DeviceContext, node: Node, xs: list[jax.Array]
 ) -> Sequence[jax.Array]:
-    """Move the rows of a device's groups to the front; those behind them count for no group."""
-    *operands, sizes = xs
+    """Move the rows of a device's groups to the front; those behind them count for no group.
+
+    If rows are to be divided over another axis, they stay, and those before the device's are a group of their own.
+    """
+    lhs, rhs, sizes = xs
     split, group = cut.split, device.index * cut.split.chunk + jnp.arange(cut.split.chunk)
     own = jnp.where(group < split.size, jnp.take(sizes, group, mode="clip"), 0)
-    before = jnp.sum(jnp.where(jnp.arange(split.size) < group[0], sizes, 0))
-    for k, dim in ragged:
+    before = jnp.sum(jnp.where(jnp.arange(split.size) < group[0], sizes, 0)).astype(sizes.dtype)
+    stay = any(axis.size > 1 for axis in device.placed.axis.inner)
+    sizes_here = jnp.concatenate([before[None], own]) if stay else own
+    groups = node.eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
+    if stay and groups:
+        none = jnp.zeros_like(lax.slice_in_dim(rhs, 0, 1, axis=groups[0]))
+        rhs = jnp.concatenate([none, rhs], groups[0])
+    operands = [lhs, rhs]
+    for k, dim in () if stay else ragged:
         operands[k] = jnp.roll(operands[k], -before, dim)
-    (out,) = cut(device, node, [*operands, own])
-    if cut.kind is None:
-        return [repeat_last(device, out, split.along(0))]
+    (out,) = cut(device, node, [*operands, sizes_here])
+    if not groups:
+        return [repeat_last(device, out[1:] if stay else out, split.along(0))]
     dim = cut.described.results[0].index(cut.described.operands[0][ragged[0][1]])
-    return [jnp.roll(out, before, dim)]
+    return [out if stay else jnp.roll(out, before, dim)]
 
 
 # --- calls of the user's
