@@ -4,11 +4,12 @@
 
 The mixture is written densely for one device: a gate, the best two experts of each place of an image, a capacity, and
 products with one-hot arrays that carry the features to the experts and back. `layouts={"experts": 0}` is all that says
-that a device holds some of the experts. The loss that keeps them busy alike is over the whole batch. `--single` trains
-under `jax.jit`, and the losses are the same.
+that a device holds some of the experts. The loss that keeps them busy alike is over the whole batch. With `--dropless`
+an expert takes all rows that choose it (`jax.lax.ragged_dot`), and a device holds a part of the width of every expert.
+`--single` trains under `jax.jit`, and the losses are the same.
 
 Shape suffixes: B batch, H height, W width, T places of an image, D features, E experts, C capacity, F features in an
-expert, K choices of a place, Q places in a queue: those of all first choices, then of all second ones.
+expert, K choices of a place, Q places in a queue: those of all first choices, then of all second ones, R rows.
 
 References: Shazeer et al., arXiv 1701.06538; Lepikhin et al., arXiv 2006.16668 (GShard).
 """
@@ -62,9 +63,39 @@ class Mixture(nn.Module):
         return mixed_BxTxD, {"balance": balance, "dropped": 1 - sent_BxQxExC.sum() / (B * T * self.choices)}
 
 
+class Dropless(nn.Module):
+    """The same, with room for all: places are sorted by their experts, which take as many rows as there are."""
+
+    experts: int
+    width: int
+    choices: int = 2
+
+    @nn.compact
+    def __call__(self, x_BxTxD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        B, T, D = x_BxTxD.shape
+        gate_BxTxE = nn.softmax(nn.Dense(self.experts, use_bias=False, name="gate")(x_BxTxD))
+        share_BxTxK, choice_BxTxK = jax.lax.top_k(gate_BxTxE, self.choices)
+        order_R = jnp.argsort(choice_BxTxK.reshape(-1), stable=True)  # rows: all choices of all places
+        rows_E = jnp.bincount(choice_BxTxK.reshape(-1), length=self.experts)
+        taken_RxD = x_BxTxD.reshape(-1, D)[order_R // self.choices]
+
+        make = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=2, batch_axis=0)
+        up_ExDxF = self.param("experts_up", make, (self.experts, D, self.width))
+        down_ExFxD = self.param("experts_down", make, (self.experts, self.width, D))
+        inner_RxF = nn.gelu(jax.lax.ragged_dot(taken_RxD, up_ExDxF, rows_E))
+        given_RxD = jax.lax.ragged_dot(inner_RxF, down_ExFxD, rows_E)
+        back_BxTxKxD = jnp.zeros_like(given_RxD).at[order_R].set(given_RxD).reshape(B, T, self.choices, D)
+        mixed_BxTxD = jnp.einsum("btk,btkd->btd", share_BxTxK / share_BxTxK.sum(-1, keepdims=True), back_BxTxKxD)
+
+        first_E = jax.nn.one_hot(choice_BxTxK[..., 0], self.experts).mean((0, 1))
+        balance = self.experts * jnp.sum(first_E * gate_BxTxE.mean((0, 1)))
+        return mixed_BxTxD, {"balance": balance, "dropped": jnp.zeros(())}
+
+
 class Classifier(nn.Module):
     """Features of 7x7 places, a mixture of experts for them, and a layer over all."""
 
+    mixture: type[Mixture] | type[Dropless] = Mixture
     experts: int = 8
 
     @nn.compact
@@ -72,7 +103,7 @@ class Classifier(nn.Module):
         x_BxHxWxC = nn.gelu(nn.Conv(16, (5, 5), strides=2)(x_BxHxWxC))
         x_BxHxWxC = nn.gelu(nn.Conv(32, (3, 3), strides=2)(x_BxHxWxC))
         x_BxTxD = x_BxHxWxC.reshape(len(x_BxHxWxC), -1, x_BxHxWxC.shape[-1])
-        mixed_BxTxD, seen = Mixture(self.experts, 128)(nn.LayerNorm()(x_BxTxD))
+        mixed_BxTxD, seen = self.mixture(self.experts, 128)(nn.LayerNorm()(x_BxTxD))
         x_BxTxD = nn.LayerNorm()(x_BxTxD + mixed_BxTxD)
         return nn.Dense(10)(x_BxTxD.reshape(len(x_BxTxD), -1)), seen
 
@@ -98,6 +129,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64, help="of all devices together")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--model", type=int, default=1, help="devices that divide the experts; the others, the batch")
+    parser.add_argument("--dropless", action="store_true", help="experts with as many rows as choose them")
     parser.add_argument("--level", type=int, default=0, choices=range(4), help="of ZeRO")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--single", action="store_true", help="the same on one device, under jax.jit")
@@ -107,13 +139,15 @@ def main() -> None:
     if args.single and ctx.size > 1:
         raise SystemExit("--single is for one process")
     mesh = {"data": -1, "model": args.model}
-    jit = jax.jit if args.single else jaxdist.parallel(mesh=mesh, layouts={"experts": 0}, donate=True)
+    # Experts without a capacity are divided by their width: so all devices have as many rows.
+    layouts = {"experts_up": 2, "experts_down": 1} if args.dropless else {"experts": 0}
+    jit = jax.jit if args.single else jaxdist.parallel(mesh=mesh, layouts=layouts, donate=True)
     train, evaluate = jit(train_step), jit(eval_step)
 
     train_set, test_set = arrays(None)
     batches = jaxdist.loader(train_set, args.batch_size, seed=args.seed, mesh=mesh)
     tests = jaxdist.loader(test_set, args.batch_size, shuffle=False, tail="keep", mesh=mesh)
-    model = Classifier()
+    model = Classifier(Dropless if args.dropless else Mixture)
     params = jax.jit(model.init)(jax.random.key(args.seed), train_set["image"][:1])
     tx = jaxdist.zero(optax.adam(args.lr), args.level)
     state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)

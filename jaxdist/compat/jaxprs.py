@@ -216,7 +216,7 @@ def kernel_name(eqn: Any) -> str:
     params = eqn.params
     match eqn.primitive.name:
         case "pallas_call":
-            return params.get("name") or ""
+            return params.get("name") or params["jaxpr"].debug_info.func_name
         case "ffi_call":
             return params["target_name"]
         case "custom_partitioning":

@@ -53,7 +53,7 @@ def rows(over: Sequence[Propagation]) -> list[Row]:
         for node, cost, again in _work(placed, 1):
             total += cost
             if again:
-                repeated[node.name, node.line] += cost
+                repeated[node.label, node.line] += cost
         why = "every device has all of its operands"
         listed += [
             Row(placed.axis.name, "repeated", name, line, 0, cost, cost / total, why)

@@ -16,15 +16,16 @@ import jaxdist
 pytestmark = pytest.mark.slow  # together
 
 
-@pytest.mark.parametrize("name", ["cnn", "contrastive", "vae", "dpsgd", "experts", "ppo"])
-def test_the_script(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("script", ["cnn", "contrastive", "vae", "dpsgd", "experts", "experts --dropless", "ppo"])
+def test_the_script(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gallery.digits, "_load_scans", gallery.few_scans)
+    name, *given = script.split()
     if name == "ppo":
         monkeypatch.setattr("ppo.STEPS", 6)
     several = ["--level=2", *(["--model=4"] if name == "experts" else [])]
     found = []
     for options, devices in ((["--single"], 1), (several, 8)):
-        said, log = gallery.script(name, "--epochs=1", *options)
+        said, log = gallery.script(name, "--epochs=1", *given, *options)
         final = re.fullmatch(rf"final (.*) devices={devices}\n", said)
         (loss,) = re.findall(r"epoch 1 loss (\S+)", log)
         assert final, said

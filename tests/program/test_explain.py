@@ -240,11 +240,11 @@ def test_of_a_token_before_a_sequence() -> None:
 
 
 def multiply(x_ref: Any, w_ref: Any, out_ref: Any) -> None:
-    out_ref[...] = x_ref[...] @ w_ref[...]
+    out_ref[...] = x_ref[...] @ w_ref[...] + 0 * pl.program_id(0)
 
 
 def in_pallas(x: jax.Array, w: jax.Array) -> jax.Array:
-    """In four blocks of rows."""
+    """In four blocks of rows, of which the kernel reads the number."""
     blocks = lambda columns: pl.BlockSpec((len(x) // 4, columns), lambda i: (i, 0))
     return pl.pallas_call(
         multiply, jax.ShapeDtypeStruct((len(x), w.shape[1]), x.dtype), grid=(4,),
@@ -252,21 +252,27 @@ def in_pallas(x: jax.Array, w: jax.Array) -> jax.Array:
     )(x, w)  # fmt: skip
 
 
-with_a_rule = custom_partitioning(lambda x, w: x @ w)
-with_a_rule.def_partition(partition=lambda *_: None, sharding_rule="i j, j k -> i k")
-KERNELS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "pallas_call": in_pallas,
-    "custom_partitioning": with_a_rule,
-    "ffi_call": lambda x, w: jax.ffi.ffi_call("multiply", jax.ShapeDtypeStruct((len(x), w.shape[1]), x.dtype))(x, w),
+without_a_rule = custom_partitioning(lambda x, w: x @ w)
+without_a_rule.def_partition(partition=lambda *_: None)
+# By the name that `explain` gives them: the kernel, and why it is computed whole.
+KERNELS: dict[str, tuple[Callable[[jax.Array, jax.Array], jax.Array], str]] = {
+    "pallas_call multiply": (in_pallas, "the kernel reads program_id(0)"),
+    "custom_partitioning <lambda>": (without_a_rule, "custom_partitioning needs all of it"),
+    "ffi_call multiply": (
+        lambda x, w: jax.ffi.ffi_call("multiply", jax.ShapeDtypeStruct((len(x), w.shape[1]), x.dtype))(x, w),
+        "ffi_call needs all of it",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_work_in_kernels_is_counted(name: str) -> None:
     """Four devices repeat a product of a kernel, and divide one of the same size: of five parts, four."""
+    kernel, why = KERNELS[name]
     w, x = jnp.zeros((256, 256), np.float32), np.zeros((64, 256), np.float32)
-    rows = jaxdist.explain(decorated(lambda w, x: (KERNELS[name](x, w) @ w).sum(), 4), w, x).rows
+    rows = jaxdist.explain(decorated(lambda w, x: (kernel(x, w) @ w).sum(), 4), w, x).rows
     assert [round(row.share, 1) for row in rows if (row.what, row.operation) == ("repeated", name)] == [0.8]
+    assert why in [row.why for row in rows if row.operation == name]
 
 
 def test_a_scan_along_the_batch_sends_few_rows() -> None:

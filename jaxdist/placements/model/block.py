@@ -47,6 +47,11 @@ class Node:
         """The name of a kernel; "" of other operations."""
         return compat.kernel_name(self.eqn)
 
+    @property
+    def label(self) -> str:
+        """The name of the operation, and of a kernel its own."""
+        return f"{self.name} {self.kernel}".strip()
+
     @contextlib.contextmanager
     def named_in_errors(self) -> Iterator[None]:
         """Let an error of a rule (of ours, or registered) name the operation and its line, if nothing else does."""

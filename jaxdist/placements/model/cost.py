@@ -113,9 +113,10 @@ def flops(block: Block, node: Node, strategy: Strategy) -> int:
         shape = local_shape(block.avals[node.ins[0]].shape, in_forms[0])
         return round(_FACTORIZATION[node.name] * math.prod(shape) * min(shape[-2:]))
     placed = list(zip((*node.ins, *node.outs), (*in_forms, *out_placements), strict=True))
-    shapes = [local_shape(block.avals[i].shape, p) for i, p in placed]
+    is_whole = lambda p: isinstance(p, Split) and p.whole  # it is cut later, for free
+    shapes = [local_shape(block.avals[i].shape, None if is_whole(p) else p) for i, p in placed]
     if (twin := twin_of(node)) is not None or node.name in _KERNELS:
-        splits = [(p, block.avals[i].shape[p.dim]) for i, p in placed if isinstance(p, Split) and not p.whole]
+        splits = [(p, block.avals[i].shape[p.dim]) for i, p in placed if isinstance(p, Split) and not is_whole(p)]
         share = min((min(p.rows / length, 1) for p, length in splits if length), default=1)
         program = twin or compat.closed(node.eqn.params[_KERNELS[node.name]])
         return round(share * (1 if twin else _runs(node)) * flops_of(program))

@@ -58,7 +58,7 @@ class Factors:
         """Return each device's turns of a factor, given slices of array `k`; the usual ones if none give these."""
         if (factor := self.arrays[k][split.dim]) is None or self.is_even(factor):
             return split
-        unit = self.units[k, split.dim]
+        unit = self.units.get((k, split.dim), Fraction(1))
         every = math.lcm(*(u.denominator for (j, d), u in self.units.items() if self.arrays[j][d] == factor))
         size, chunk = math.ceil(split.size / unit), split.chunk / unit
         fits = chunk.denominator == 1 and chunk % every == 0 and (split.outer == 1 or split.size % unit == 0)

@@ -161,7 +161,9 @@ def _of_body(params: Params, axis: int, kept: Collection[int]) -> Iterator[str]:
     # Memory that the steps share: what one leaves there, the next one must not read.
     shared = [v for k, v in enumerate(results) if k in kept or k >= mapping.num_outputs]
     inner = [k for k, g in enumerate(visible) if g > axis]
-    if shared and not _writes_first(body.jaxpr, dict(zip(shared, shared, strict=True)), {}, set(), inner):
+    memory, written = dict(zip(shared, shared, strict=True)), Written()
+    # The first of the inner steps, then any.
+    if not all(_writes_first(body.jaxpr, memory, {}, written, first) for first in (inner, ())):
         yield "what a step leaves in memory, the next one may read"
 
 
@@ -193,11 +195,12 @@ def _writes_first(
             continue
         parts, all_run = _parts(eqn, known)
         after = [set(written) for _ in parts]
-        for (closed, operands), seen in zip(parts, after, strict=True):
+        for (closed, operands, turns), seen in zip(parts, after, strict=True):
+            changing = {closed.jaxpr.invars[k] for k in turns}
             pairs = list(zip(closed.jaxpr.invars, operands, strict=True))
             inner_memory = {v: memory[x] for v, x in pairs if isinstance(x, Var) and x in memory}
             inner_known = {v: _value(x) if isinstance(x, Literal) else known[x] for v, x in pairs
-                           if isinstance(x, Literal) or x in known}  # fmt: skip
+                           if v not in changing and (isinstance(x, Literal) or x in known)}  # fmt: skip
             if not _writes_first(closed.jaxpr, inner_memory, inner_known, seen, first):
                 return False
         if not parts and not touched <= written:
@@ -207,20 +210,27 @@ def _writes_first(
     return True
 
 
-def _parts(eqn: JaxprEqn, known: Mapping[Var, Any]) -> tuple[list[tuple[ClosedJaxpr, Sequence[Any]]], bool]:
-    """Return the programs that an equation may run, with their operands, and whether it runs one of them for sure."""
+# A program, its operands, and the inputs that are others in each turn of a loop.
+_Program = tuple[ClosedJaxpr, Sequence[Any], Sequence[int]]
+
+
+def _parts(eqn: JaxprEqn, known: Mapping[Var, Any]) -> tuple[list[_Program], bool]:
+    """Return the programs that an equation may run, and whether it runs one of them for sure."""
     operands = list(eqn.invars)
     if (call := called(eqn)) is not None:
-        return [(call, operands)], True
+        return [(call, operands, ())], True
     if eqn.primitive.name == "run_scoped":
-        inner = compat.closed(params_jaxpr := eqn.params["jaxpr"])
-        as_inputs = ClosedJaxpr(inner.jaxpr.replace(constvars=[], invars=params_jaxpr.constvars), [])
-        return [(as_inputs, operands)], True
+        scoped = eqn.params["jaxpr"]  # its constants are the operands, and its inputs new memory
+        inner = scoped.replace(constvars=[], invars=[*scoped.constvars, *scoped.invars])
+        return [(ClosedJaxpr(inner, []), [*operands, *scoped.invars], ())], True
     chosen = bodies(eqn)
     if eqn.primitive.name == "cond":
-        choice = operands[0].val if isinstance(operands[0], Literal) else known.get(operands[0])
+        choice = _value(operands[0]) if isinstance(operands[0], Literal) else known.get(operands[0])
         chosen = chosen if choice is None else [chosen[min(max(int(choice), 0), len(chosen) - 1)]]
-    return [(body.closed, [operands[k] for k in body.ins]) for body in chosen], eqn.primitive.name == "cond"
+    programs: list[_Program] = [
+        (body.closed, [operands[k] for k in body.ins], (*body.carry, *body.xs)) for body in chosen
+    ]
+    return programs, eqn.primitive.name == "cond"
 
 
 def _evaluate(eqn: JaxprEqn, known: dict[Var, Any], first: Collection[int]) -> None:

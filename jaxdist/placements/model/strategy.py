@@ -146,7 +146,7 @@ class Message:
     @property
     def operation(self) -> str:
         """The name of the operation."""
-        return self.node.name if self.node else "return"
+        return self.node.label if self.node else "return"
 
     @property
     def line(self) -> str:

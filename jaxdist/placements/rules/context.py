@@ -144,7 +144,11 @@ class RuleContext:
             size = 0 if dim is None else self.block.avals[o].shape[dim]
             out_placements.append(REPLICATED if dim is None else replace(tile(dim, size, self.n), whole=True))
         why = "" if all(isinstance(p, (Replicated, Deferred)) for p in ins) else f"{node.name} needs all of it"
-        if why and (described := self.block.factors(node)) is not None and (node.kernel or described.why):
+        if (
+            why
+            and (described := self.block.factors(node)) is not None
+            and (node.name == "pallas_call" or described.why)
+        ):
             why = self._of_kernel(node, ins, described)
         if why and not (node.name in SPECIAL or factors.is_known(node.eqn.primitive)):
             why = UNKNOWN
@@ -154,15 +158,14 @@ class RuleContext:
 
     def _of_kernel(self, node: Node, ins: Sequence[Placement], described: Factors) -> str:
         """Return the reason that a kernel needs all of an operand."""
-        name = node.kernel or node.name
         k, dim = next(((k, p.dim) for k, p in enumerate(ins) if isinstance(p, Split)), (0, None))
         if dim is None:
-            return f"{name} needs all of it"
+            return f"{node.name} needs all of it"
         if (reason := described.why.get((k, dim))) is not None:
-            return f"{name}: {reason}"
+            return reason
         if described.operands[k][dim] is not None:
-            return f"{name}: its blocks along dimension {dim} do not divide among {self.n} devices"
-        return f"{name}: each of its steps takes all of dimension {dim}, or what a table says"
+            return f"its blocks along dimension {dim} do not divide among {self.n} devices"
+        return f"each of its steps takes all of dimension {dim}, or what a table says"
 
     def batch_dim(self, node: Node, ins: Sequence[Placement], shape: tuple[int, ...]) -> int | None:
         """Return the dimension of a result that holds the batch, if it can be cut."""
