@@ -1,0 +1,192 @@
+"""Pallas kernels on several devices: what JAX ships, and random ones. Divided or whole, they compute the same."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from catalogue.kernels import KERNELS, Arrays
+from harness.check import check, compare, decorated
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+import jaxdist
+
+WHOLE = {
+    "gpu layer norm": "each block of ln_backward_dw_db has all rows",
+    "gpu rms norm": "each block of ln_backward_dw_db has all rows",
+    "tpu megablox gmm": "a table says which group a block of rows is of",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*operations across examples")
+@pytest.mark.parametrize("name", KERNELS)
+def test_of_jax(name: str) -> None:
+    kernel = KERNELS[name]
+    batch = kernel.batch(kernel.examples)
+    for devices in ((2, 3), (4, 8), (3, 8), (2, 4))[[*KERNELS].index(name) % 4]:
+        check(kernel.step, kernel.weights, batch, on=devices, tolerance=2e-6)
+        rows = jaxdist.explain(decorated(kernel.step, devices), kernel.weights, batch).rows
+        assert any(row.what != "all-reduce" for row in rows) == (name in WHOLE), rows
+
+
+@pytest.mark.parametrize("name", ["own attention", "gpu attention", "tpu flash attention", "tpu splash mha"])
+def test_heads_over_a_model_axis(name: str) -> None:
+    kernel = KERNELS[name]
+    check(kernel.step, kernel.weights, kernel.batch(8), on={"data": 2, "model": 2}, tolerance=2e-6)
+
+
+Array = tuple[
+    tuple[int, ...], tuple[int | None, ...], list[Callable[..., Any]]
+]  # shape, block, index of each dimension
+
+
+class Draw:
+    """A random kernel, whose body does some of what steps may do: see `body`."""
+
+    def __init__(self, rng: np.random.Generator, rows: int) -> None:
+        self.rng, self.rows = rng, rows
+        self.maps, self.in_axis = self.one_of(0, 0, 0, 1, 1, 2), self.one_of(0, 0, 1)  # of vmap
+        self.table = bool(self.one_of(0, 0, 0, 0, 0, 0, 1))  # prefetched
+        self.block: int | None = self.one_of(1, 1, 1, 2, 4, None)
+        axes = self.one_of(1, 2, 3)
+        self.main = int(rng.integers(axes))  # the axis that goes along the rows, if vmap does not
+        self.grid = [self.one_of(2, 3, 4) for _ in range(axes)]
+        if not self.maps:
+            self.grid[self.main] = -(-rows // (self.block or 1))
+        self.operands = [self.array(k == 0, False) for k in range(self.one_of(1, 2, 3))]
+        self.results = [self.array(self.one_of(0, 1, 1, 1) > 0, True) for _ in range(self.one_of(1, 2))]
+        self.aliased = self.one_of(0, 0, 0, 0, 0, 0, 1)
+        if self.aliased:
+            self.results[0] = self.operands[0]
+        self.mixes = [self.one_of("no", "no", "no", "reverse", "cumsum", "sum") for _ in self.operands]
+        self.reads = self.one_of("no", "no", "no", "no", "no", "place", "unused", "count")
+        self.axis, self.when = (int(rng.integers(axes)) for _ in range(2))  # that it looks at
+        self.scratch = self.one_of("no", "no", "no", "first", "carried", "when")
+        self.adds = self.one_of(0, 0, 0, 1)
+
+    def one_of(self, *options: Any) -> Any:
+        return options[int(self.rng.integers(len(options)))]
+
+    def array(self, has_rows: bool, is_result: bool) -> Array:
+        shape, block, index, axes = list[int](), list[int | None](), [], self.rng.permutation(len(self.grid)).tolist()
+        for d in range(self.one_of(1, 2, 3)):
+            size: int | None = self.one_of(None, 1, 2, 4)
+            axis = axes.pop() if axes and self.one_of(0, 1, 1, 1, 1) else None
+            entries = (size or 1) * (1 if axis is None else self.grid[axis]) + self.one_of(0, 0, 0, (size or 1) // 2)
+            if d == 0 and has_rows and not self.maps:
+                axes = [a for a in [*axes, axis] if a not in (self.main, None)]
+                axis, entries, size = self.main, self.rows, self.one_of(*[self.block] * 6, 1, 2, 4)
+            elif axis is None:
+                size = entries
+            shape.append(entries)
+            block.append(size)
+            index.append(self.index(axis, -(-entries // (size or 1)), is_result or (d == 0 and has_rows)))
+        return tuple(shape), tuple(block), index
+
+    def index(self, axis: int | None, n: int, mostly_itself: bool) -> Callable[..., Any]:
+        """An index, of `n` blocks, as a function of a step's place and of what is prefetched."""
+        if axis is None:
+            return lambda i, t: 0
+        other = int(self.rng.integers(len(self.grid)))
+        kinds: list[Callable[..., Any]] = [
+            lambda i, t: i[other] % n, lambda i, t: 0, lambda i, t: i[axis] // 2 % n, lambda i, t: i[axis] * 2 % n,
+            lambda i, t: (i[axis] + 1) % n, lambda i, t: (i[axis] + i[other]) % n,
+            lambda i, t: t[0][i[axis]] % n if t else 0,
+        ]  # fmt: skip
+        return self.one_of(*[lambda i, t: i[axis] % n] * (40 if mostly_itself else 7), *kinds)
+
+    def body(self, *refs: Any) -> None:
+        refs, last = refs[self.table :], len(self.operands) + len(self.results)
+        if self.reads == "unused":
+            pl.program_id(self.axis)
+        xs = [mixed(ref[...], mix) for ref, mix in zip(refs, self.mixes, strict=False)]
+        for r, ref in enumerate(refs[len(self.operands) : last]):
+            y = sum(((k + 1.0) * fit(x, ref.shape) for k, x in enumerate(xs)), jnp.zeros(ref.shape))
+            y *= 1.0 + pl.program_id(self.axis) if self.reads == "place" else 1
+            y *= 1.0 * pl.num_programs(self.axis) if self.reads == "count" else 1
+            if r == 0 and self.scratch != "no":
+                self.remember(refs[last], y)
+                y += refs[last][...]
+            if self.adds:
+                pl.when(pl.program_id(self.when) == 0)(lambda ref=ref: ref.__setitem__(..., jnp.zeros(ref.shape)))
+                y += ref[...]
+            ref[...] = y
+
+    def remember(self, memory: Any, y: jax.Array) -> None:
+        if self.scratch == "first":
+            memory[...] = jnp.sin(y)
+            return
+        places = [pl.program_id(k) for k in ([self.when] if self.scratch == "when" else range(len(self.grid)))]
+        pl.when(sum(places) == 0)(lambda: memory.__setitem__(..., y))
+        if self.scratch == "carried":
+            memory[...] += y
+
+    def spec(self, array: Array) -> pl.BlockSpec:
+        return pl.BlockSpec(array[1], lambda *i: tuple(f(i, i[len(self.grid) :]) for f in array[2]))
+
+    def case(self) -> tuple[Callable[[Arrays, Arrays], Any], Any, dict[str, np.ndarray]]:
+        memory = pltpu.VMEM([b for b in self.results[0][1] if b is not None], jnp.float64)
+        grid = pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=self.table, grid=tuple(self.grid), in_specs=list(map(self.spec, self.operands)),
+            out_specs=list(map(self.spec, self.results)), scratch_shapes=[memory] * (self.scratch != "no"),
+        )  # fmt: skip
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.float64) for shape, *_ in self.results]
+        aliases = {int(self.table): 0} if self.aliased else {}
+        call = pl.pallas_call(self.body, shapes, grid_spec=grid, interpret=True, input_output_aliases=aliases)
+        tables = [self.rng.integers(4, size=max(self.grid)).astype(np.int32)] * self.table
+        weights, batch, axes = dict[str, np.ndarray](), dict[str, np.ndarray](), list[int | None]()
+        for k, (shape, *_) in enumerate(self.operands):
+            of_batch = k == 0 or (self.one_of(True, False) and bool(self.maps or shape[0] == self.rows))
+            mapped = [self.rows, 3][: self.maps] if of_batch else []
+            (batch if of_batch else weights)[str(k)] = self.rng.normal(size=(*mapped, *shape))
+            axes.append(self.in_axis if mapped else None)
+
+        def step(w: Arrays, b: Arrays) -> Any:
+            xs = [b[str(k)] if str(k) in b else w[str(k)] for k in range(len(axes))]
+            f = lambda *xs: call(*tables, *xs)
+            f = jax.vmap(f, [None if a is None else 0 for a in axes]) if self.maps == 2 else f
+            xs = [x if axis is None else jnp.moveaxis(x, 0, axis) for x, axis in zip(xs, axes, strict=True)]
+            return jax.vmap(f, axes)(*xs) if self.maps else f(*xs)
+
+        return step, weights, batch
+
+
+def mixed(x: jax.Array, how: str) -> jax.Array:
+    """The rows of a block reversed, or added up to each, or the block's sum added to them."""
+    if how == "sum":
+        return x + x.sum()
+    return {"reverse": lambda: x[::-1], "cumsum": lambda: jnp.cumsum(x, 0), "no": lambda: x}[how if x.ndim else "no"]()
+
+
+def fit(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Broadcast, and before that summed along dimensions that don't fit."""
+    x = x.sum(tuple(range(x.ndim - len(shape)))) if x.ndim > len(shape) else x
+    x = x.reshape((1,) * (len(shape) - x.ndim) + x.shape)
+    return jnp.broadcast_to(x.sum([d for d, n in enumerate(shape) if x.shape[d] not in (1, n)], keepdims=True), shape)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_random_ones() -> None:
+    divided, seeds = 0, 60
+    for seed in range(seeds):
+        (step, w, x), want = drawn(rng := np.random.default_rng(seed))
+        over = decorated(step, int(rng.integers(2, 5)))
+        compare(jaxdist.unshard(over(w, x)), want, 1e-12)
+        rows = jaxdist.explain(over, w, x).rows
+        divided += all((row.what, row.operation) != ("repeated", "pallas_call") for row in rows)
+    assert divided > seeds / 3
+
+
+def drawn(rng: np.random.Generator) -> tuple[Any, Any]:
+    """A kernel that runs on one device and leaves nothing of its results unwritten, and its results."""
+    while True:
+        case = Draw(rng, int(rng.choice([7, 8, 12, 24]))).case()
+        try:
+            want = jax.device_get(jax.jit(case[0])(*case[1:]))
+        except (ValueError, TypeError, IndexError):
+            continue
+        if all(np.isfinite(x).all() for x in want):
+            return case, want
