@@ -66,6 +66,14 @@ def in_the_second_step(x: Any, y: Any, total: Any) -> None:
         y[...] = total[...]
 
 
+def in_a_block_of_the_second_step(x: Any, y: Any, total: Any) -> None:
+    """The first step clears its own block of the result, which the second one does not see."""
+    pl.when(pl.program_id(1) == 0)(lambda: total.__setitem__(..., jnp.zeros(total.shape)))
+    pl.when((pl.program_id(1) == 1) & (x[0, 0] == 1))(lambda: total.__setitem__(..., jnp.zeros(total.shape)))
+    total[...] += x[...]
+    y[...] = total[...]
+
+
 def in_a_part(x: Any, y: Any, total: Any) -> None:
     y[...] = x[...]
     total[:, :1] = x[:, :1]
@@ -84,8 +92,10 @@ def kernel_of_steps(body: Callable[..., None], keeps: str) -> Callable[[Any, Any
     if keeps == "all of an operand":
         specs = {"in_specs": [pl.BlockSpec((24, 3), lambda i, k: (0, 0)), row], "out_specs": row}
         return lambda w, x: call(rows, **specs, input_output_aliases={0: 0})(jnp.broadcast_to(w, (24, 3)), x)
-    if keeps == "result":
-        return lambda w, x: call([rows, kept], in_specs=[row], out_specs=[row, one])(x)[0]
+    if "result" in keeps:
+        two, both = pl.BlockSpec((1, 3), lambda i, k: (k, 0)), jax.ShapeDtypeStruct((2, 3), jnp.float64)
+        shape, spec = (both, two) if keeps == "two results" else (kept, one)
+        return lambda w, x: call([rows, shape], in_specs=[row], out_specs=[row, spec])(x)[0]
     return lambda w, x: call([kept, rows], in_specs=[one, row], out_specs=[one, row], input_output_aliases={0: 0})(
         w, x
     )[1]
@@ -103,7 +113,8 @@ def from_all_rows(w: Any, x: Any, y: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "keeps"),
     [(in_scratch, "scratch"), (in_the_second_turn, "scratch"), (in_the_second_step, "scratch"), (in_a_part, "scratch"),
-     (in_scratch, "result"), (in_place, "operand"), (from_all_rows, "all of an operand")],
+     (in_scratch, "result"), (in_a_block_of_the_second_step, "two results"), (in_place, "operand"),
+     (from_all_rows, "all of an operand")],
 )  # fmt: skip
 def test_steps_that_go_on_from_each_other_stay_together(body: Callable[..., None], keeps: str) -> None:
     """Every fourth row starts anew, and on four devices others start their slices."""

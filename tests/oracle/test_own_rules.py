@@ -92,6 +92,11 @@ def test_a_partition_that_adds_nothing_up_is_not_trusted_to() -> None:
     assert sent(step, W, X) == {"all-gather of activations", "repeated"}
 
 
+def test_a_result_that_a_partition_does_not_add_up_is_not_trusted_to() -> None:
+    kernel = partitioned(lambda x: (2 * x, x.sum(0)), "i j -> i j, j")
+    check(lambda w, x: (kernel(x)[0].sum() * w, kernel(x)[1]), W, X, on=4)
+
+
 def test_of_callbacks_without_a_rule() -> None:
     kernel = custom_partitioning(lambda x: jax.nn.softmax(x, -1))
     rows_only = lambda mesh, x: NamedSharding(mesh, P(x.sharding.spec[0], None))
@@ -121,6 +126,13 @@ def ragged(w: Any, x: Any) -> Any:
 def test_rows_of_groups(on: int, rows: int) -> None:
     check(ragged, EXPERTS, X[:rows], on=on)
     assert sent(ragged, EXPERTS, X[:rows], on=on) == set()
+
+
+def test_rows_of_groups_before_which_come_others() -> None:
+    """Merged with time, the rows of a device are not one run of them."""
+    sizes = jnp.array([10, 0, 30, 20, 12], jnp.int32)
+    step = lambda w, x: jnp.sin(lax.ragged_dot(jnp.stack([x, 2 * x, 3 * x]).reshape(-1, 6), w, sizes)).mean()
+    check(step, EXPERTS, X, on=4)
 
 
 @pytest.mark.parametrize("on", [{"model": 4}, {"model": 3}, {"data": 2, "model": 4}], ids=str)
@@ -213,6 +225,8 @@ def test_a_twin_with_other_results_is_refused() -> None:
     kernel = primitive("kernel_with_a_false_twin", lambda x: 2 * x)
     with raises(ValueError, "kernel_with_a_false_twin", "twin"):
         placements.register(kernel, like=lambda x: 2.01 * x, on=(X,))
+    with raises(ValueError, "on=", "kernel_by_name"):
+        placements.register("kernel_by_name", like=lambda x: x, on=(X,))
     with raises(ValueError, "like", "both"):
         placements.register(kernel, "b... -> b...", like=lambda x: x)
 

@@ -160,10 +160,13 @@ def _of_body(params: Params, axis: int, kept: Collection[int]) -> Iterator[str]:
         yield "the kernel writes to an operand"
     # Memory that the steps share: what one leaves there, the next one must not read.
     shared = [v for k, v in enumerate(results) if k in kept or k >= mapping.num_outputs]
-    inner = [k for k, g in enumerate(visible) if g > axis]
     memory, written = dict(zip(shared, shared, strict=True)), Written()
-    # The first of the inner steps, then any.
-    if not all(_writes_first(body.jaxpr, memory, {}, written, first) for first in (inner, ())):
+    independent = _writes_first(body.jaxpr, memory, {}, written, [k for k, g in enumerate(visible) if g > axis])
+    # In later steps of inner axes, a result's block may be another than the one written to in the first of them.
+    maps = [compat.closed(block.index_map_jaxpr) for block in mapping.block_mappings[mapping.num_inputs :]]
+    inner = [(g, n) for g, n in enumerate(mapping.grid) if g > axis]
+    moving = {results[k] for k in kept if any(not isinstance(n, int) or any(_divided(maps[k], g, n)) for g, n in inner)}
+    if not independent or not _writes_first(body.jaxpr, memory, {}, written - moving, ()):
         yield "what a step leaves in memory, the next one may read"
 
 

@@ -130,8 +130,9 @@ def _partitioned(ctx: RuleContext, node: Node, slices: Slices) -> Strategy | Non
         raise refuse(node, f"the program of its partition returns {body.out_avals}, and its shardings say {expected}")
     names_axis = any(axis.name in axes_of(eqn) for eqn, _ in walk(body))
     is_padded = any(p is not None and p.is_padded(n) for p in (*taken, *made))
-    # Without messages, slices of a result need those of some operand, and padding stays padding.
-    if not any(taken) or (is_padded if names_axis else not any(made)):
+    # Without messages each result must be in slices; with them, padding would count.
+    in_slices = all(p is not None or not ctx.block.uses[o] for o, p in zip(node.outs, made, strict=True))
+    if not any(taken) or (is_padded if names_axis else not in_slices):
         return None
     run = functools.partial(_run_partitioned, body, params if axis.inner and not names_axis else None)
     in_forms: list[Form] = [form(p) if p else REPLICATED for p in taken]
@@ -159,13 +160,18 @@ def _ragged(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy 
     numbers, sizes_rank = node.eqn.params["ragged_dot_dimension_numbers"], ctx.block.avals[node.ins[2]].ndim
     (ragged,), groups = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
     (ca, cb), _ = numbers.dot_dimension_numbers
-    rows = described.operands[0][ragged]
+    rows, group = (
+        described.operands[0][ragged],
+        (described.operands[1][groups[0]] if groups else described.results[0][0]),
+    )
     run: Run = cut
+    if cut.factor in (rows, group) and cut.split.outer > 1:
+        return ctx.whole(node, ins)  # rows that were merged with others are not one run of all
     if cut.factor == rows:
         run = functools.partial(_rows_of_groups, cut)
-    elif cut.factor == (described.operands[1][groups[0]] if groups else described.results[0][0]):
-        if sizes_rank > 1 or cut.split.outer > 1 or (ctx.n - 1) * cut.split.chunk >= cut.split.size:
-            return None
+    elif cut.factor == group:
+        if sizes_rank > 1 or (ctx.n - 1) * cut.split.chunk >= cut.split.size:
+            return ctx.whole(node, ins)
         both = [(0, ragged)] if groups else [(0, ragged), (1, cb[ca.index(ragged)])]
         run = functools.partial(_groups_of_device, cut, both)
     return replace(strategy, run=run)
@@ -267,7 +273,9 @@ def register(
     if like is not None:
         if rule is not None:
             raise ValueError("register takes a rule or like=, not both")
-        if on is not None and not isinstance(primitive, str):
+        if on is not None:
+            if isinstance(primitive, str):
+                raise ValueError(f"on= needs the primitive itself, not its name {primitive!r}")
             _compare(primitive, like, on)
         TWINS[name], SPECIAL[name] = like, [_as_twin]
     elif isinstance(rule, str):
