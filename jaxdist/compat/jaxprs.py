@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax._src import callback, debugging, ffi, hijax, source_info_util
 from jax._src import config as _config
 from jax._src.custom_partitioning_sharding_rule import BATCHING, str_to_sdy_sharding_rule
 from jax._src.interpreters import batching, mlir
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import ClosedJaxpr
 from jax.extend.core.primitives import jit_p
 from jax.sharding import AbstractMesh, use_abstract_mesh
@@ -245,6 +247,17 @@ def split_by_shardy(mapping: Sequence[Any], rank: int) -> list[tuple[str, ...]]:
     if dims and BATCHING in dims[0][0]:  # "..." stands for as many dimensions as are left
         dims[:1] = [(f"{dims[0][0]}{d}",) for d in range(rank - len(dims) + 1)]
     return dims
+
+
+def of_transformer_engine(eqn: Any) -> ClosedJaxpr | None:
+    """What a primitive of TransformerEngine is lowered to: a ``custom_partitioning``, with the rule of its class."""
+    base = sys.modules.get("transformer_engine.jax.cpp_extensions.base")
+    classes = getattr(base, "_primitive_registry", {}).values()
+    if (cls := next((c for c in classes if c.outer_primitive is eqn.primitive), None)) is None:
+        return None
+    kernel = custom_partitioning(cls.impl, static_argnums=cls.impl_static_args)
+    kernel.def_partition(cls.partition, cls.infer_sharding_from_operands, sharding_rule=cls.shardy_sharding_rule)
+    return jax.make_jaxpr(functools.partial(kernel, **eqn.params))(*(v.aval for v in eqn.invars))
 
 
 def batches(eqn: Any) -> int:

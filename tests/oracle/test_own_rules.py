@@ -1,7 +1,9 @@
 """Kernels that bring a rule of their own, calls of the user's under `jax.vmap`, products of groups, twins."""
 
+import sys
+import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +115,48 @@ def test_of_callbacks_without_a_rule() -> None:
         jax.config.update("jax_use_shardy_partitioner", True)
 
 
+def test_a_rule_of_dimensions_of_other_lengths_is_not_cut() -> None:
+    kernel = partitioned(lambda x: x[:-1] + x[1:], "i j -> i j")
+    check(lambda w, x: jnp.sin(kernel(x) @ w).mean(), W, X, on=3)
+
+
+class Scaled:
+    """As TransformerEngine writes its primitives: the rule is that of the class, the parameters are static."""
+
+    impl_static_args = (1,)
+    outer_primitive = Primitive("te_scaled_wrapper")
+    sizes: ClassVar[list[int]] = []  # of the slices for which its partition was asked
+
+    @staticmethod
+    def impl(x: Any, factor: float) -> Any:
+        return x * factor
+
+    @classmethod
+    def partition(cls, factor: float, mesh: Any, ins: Any, out: Any) -> Any:
+        cls.sizes.append(ins[0].shape[0] // mesh.size)
+        return mesh, lambda x: x * factor, out.sharding, (ins[0].sharding,)
+
+    infer_sharding_from_operands = None
+
+    @staticmethod
+    def shardy_sharding_rule(factor: float, mesh: Any, ins: Any, outs: Any) -> str:
+        return "... -> ..."
+
+
+def test_primitives_of_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not installed here: its registry is imitated."""
+    p = Scaled.outer_primitive
+    p.def_impl(Scaled.impl)
+    p.def_abstract_eval(lambda x, factor: x)
+    mlir.register_lowering(p, mlir.lower_fun(Scaled.impl, multiple_results=False))
+    base = types.SimpleNamespace(_primitive_registry={"Scaled": Scaled})
+    monkeypatch.setitem(sys.modules, "transformer_engine.jax.cpp_extensions.base", base)
+    step = lambda w, x: jnp.sin(p.bind(x, factor=3.0) @ w).mean()
+    check(step, W, X, on=4)
+    assert sent(step, W, X) == set()
+    assert 6 in Scaled.sizes
+
+
 # --- products of groups
 
 
@@ -144,6 +188,16 @@ def test_groups_or_widths_over_a_model_axis(on: dict[str, int], dim: int) -> Non
     step = lambda w, x: jax.value_and_grad(lambda w: jnp.sin(lax.ragged_dot(x, w["up"], sizes)).mean())(w)
     check(step, {"up": w}, x, on=on, layouts={"up": dim})
     assert "all-gather of shards" not in sent(step, {"up": w}, x, on=on, layouts={"up": dim})
+
+
+def test_products_of_scaled_blocks() -> None:
+    of_8_bits = lambda *shape: jnp.asarray(RNG.normal(size=shape), jnp.float8_e4m3fn)
+    powers = lambda *shape: jnp.asarray(np.exp2(RNG.integers(-2, 2, shape)), jnp.float8_e8m0fnu)
+    w, x = (of_8_bits(64, 8), powers(2, 8)), (of_8_bits(24, 64), powers(24, 2))
+    step = lambda w, x: jnp.sin(lax.scaled_dot(x[0], w[0], lhs_scale=x[1], rhs_scale=w[1])).mean()
+    for on in (2, 3, {"data": 2, "model": 2}):
+        check(step, w, x, on=on, tolerance=1e-2)  # results of 16 bits
+    assert sent(step, w, x) == set()
 
 
 # --- calls of the user's

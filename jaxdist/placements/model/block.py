@@ -216,7 +216,7 @@ def _inline(
         if eqn.primitive.name == "custom_linear_solve":  # differentiation is over: only the solution itself is left
             body, operands = compat.linear_solve(eqn.params, ins)
         else:
-            body, operands = called(eqn), ins
+            body, operands = called(eqn) or compat.of_transformer_engine(eqn), ins
         if body is not None:
             outs: Sequence[int] = _inline(block, body.jaxpr, body.consts, operands, in_backward, (*calls, eqn))
         else:

@@ -68,10 +68,11 @@ def _factors_of_rule(ctx: RuleContext, node: Node) -> Factors | None:
     arrays = [*avals[0], *avals[1]]
     mappings = zip((*rule.operand_mappings, *rule.result_mappings), arrays, strict=True)
     names = [compat.split_by_shardy(mapping, aval.ndim) for mapping, aval in mappings]
-    sizes = dict(rule.factor_sizes)
+    sizes, kept = dict(rule.factor_sizes), {*rule.need_replication_factors, *rule.permutation_factors}
     for dims, aval in zip(names, arrays, strict=True):
-        sizes |= {factors[0]: n for factors, n in zip(dims, aval.shape, strict=True) if len(factors) == 1}
-    kept = {*rule.need_replication_factors, *rule.permutation_factors}
+        for factors, n in zip(dims, aval.shape, strict=True):
+            if len(factors) == 1 and sizes.setdefault(factors[0], n) != n:
+                kept.add(factors[0])  # a result has fewer entries than an operand, or one of them more than others
     kept |= {factor for dims in names for factors in dims for factor in factors[1:]}
     numbers = {factor: k for k, factor in enumerate(sorted({f for dims in names for fs in dims for f in fs} - kept))}
     units = {
