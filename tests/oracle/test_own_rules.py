@@ -13,6 +13,7 @@ from harness.check import On, check, decorated
 from harness.errors import missing, raises
 from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as cudnn  # private: its primitives have no public names
+from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import BATCHING, ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -283,6 +284,14 @@ def test_a_twin_with_other_results_is_refused() -> None:
         placements.register("kernel_by_name", like=lambda x: x, on=(X,))
     with raises(ValueError, "like", "both"):
         placements.register(kernel, "b... -> b...", like=lambda x: x)
+
+
+@pytest.mark.parametrize("name", ["pad", "reshape", "scan"])
+def test_a_kernel_with_the_name_of_an_operation_is_not_that(name: str) -> None:
+    one = lambda x: pl.pallas_call(lambda a, b: b.__setitem__(..., 2 * a[...]), x, name=name, interpret=True)(x)
+    step = lambda w, x: jnp.sin(jax.vmap(one)(x) @ w).mean()
+    check(step, W, X, on=4)
+    assert sent(step, W, X) == set()
 
 
 # --- cuDNN's attention, with a program for CPUs in its place

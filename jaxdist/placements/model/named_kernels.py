@@ -116,12 +116,12 @@ FACTORS |= {
     "scaled_dot": _scaled_dot, "ragged_dot_general": _ragged_dot,
 }  # fmt: skip
 
-TWINS: dict[str, Callable[..., Any]] = {}  # by the name of a kernel or primitive, a JAX function with its results
+TWINS: dict[str, Callable[..., Any]] = {}  # by the label or name of an operation, a JAX function with its results
 
 
 def twin_of(node: Node, shapes: Sequence[tuple[int, ...]] | None = None) -> ClosedJaxpr | None:
     """Return the program of a kernel's twin, if it has one; `shapes`: of its operands, if not those of the equation."""
-    like = TWINS.get(node.kernel) or TWINS.get(node.name)
+    like = TWINS.get(node.label) or TWINS.get(node.name)
     return None if like is None else _traced(like, node, None if shapes is None else tuple(shapes))
 
 

@@ -115,7 +115,7 @@ class RuleContext:
 
     def _alone(self, node: Node, ins: Sequence[Placement]) -> Strategy:
         """Return the strategy that sends least for an operation alone."""
-        for rule in (*SPECIAL.get(node.kernel, ()), *SPECIAL.get(node.name, ())):
+        for rule in (*(SPECIAL.get(node.label, ()) if node.kernel else ()), *SPECIAL.get(node.name, ())):
             if strategy := rule(self, node, ins):
                 return strategy
         if all(isinstance(p, (Replicated, Deferred)) for p in ins):

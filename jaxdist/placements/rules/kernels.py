@@ -19,7 +19,7 @@ from jaxdist.ir.interpreter import axes_of, bodies, walk
 from jaxdist.placements.model.block import Block, Node
 from jaxdist.placements.model.factors import FACTORS, Dims, Factors, Params, Shapes, described
 from jaxdist.placements.model.named_kernels import TWINS, twin_of
-from jaxdist.placements.model.strategy import DeviceContext, Propagation, Run, Strategy, sliced
+from jaxdist.placements.model.strategy import DeviceContext, Run, Strategy, sliced
 from jaxdist.placements.model.values import REPLICATED, Form, Partial, Placement, Split, form, local_shape, tile
 from jaxdist.placements.rules.context import SPECIAL, RuleContext, refuse, resolved, special
 from jaxdist.placements.rules.own_code import sent_by
@@ -161,11 +161,8 @@ def _ragged(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy 
     numbers, sizes_rank = node.eqn.params["ragged_dot_dimension_numbers"], ctx.block.avals[node.ins[2]].ndim
     (ragged,), groups = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
     (ca, cb), _ = numbers.dot_dimension_numbers
-    rows, group = (
-        described.operands[0][ragged],
-        (described.operands[1][groups[0]] if groups else described.results[0][0]),
-    )
-    run: Run = cut
+    rows, run = described.operands[0][ragged], strategy.run
+    group = described.operands[1][groups[0]] if groups else described.results[0][0]
     if cut.factor in (rows, group) and cut.split.outer > 1:
         return ctx.whole(node, ins)  # rows that were merged with others are not one run of all
     if cut.factor == rows:
@@ -232,9 +229,7 @@ def by_batches(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strate
 
 
 def _with_results(params: Params, factor: int, split: Split) -> Params:
-    """The parameters of a call on slices: they name the types of its results."""
-    avals = tuple(aval.update(shape=split.along(factor).shape(aval.shape)) for aval in params["result_avals"])
-    return {**params, "result_avals": avals}
+    return _on_slices(params, [split.along(factor)] * len(params["result_avals"]))
 
 
 # --- kernels that are described
@@ -278,7 +273,8 @@ def register(
             if isinstance(primitive, str):
                 raise ValueError(f"on= needs the primitive itself, not its name {primitive!r}")
             _compare(primitive, like, on)
-        TWINS[name], SPECIAL[name] = like, [_as_twin]
+        for label in (name, f"ffi_call {name}"):
+            TWINS[label], SPECIAL[label] = like, [_as_twin]
     elif isinstance(rule, str):
         FACTORS[name] = described(rule)
     elif callable(rule):
@@ -318,7 +314,7 @@ def _as_twin(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
     shapes = [local_shape(shape, p) for shape, p in zip(ctx.block.shapes(node.ins), taken, strict=True)]
     if (on_slices := twin_of(node, tuple(shapes))) is None or not _are_alike(block, ctx.infer.block(on_slices)):
         return None
-    run: Run = lambda device, node, xs: device.bind(node, xs, _on_slices(node.eqn.params, placed))
+    run: Run = lambda device, node, xs: device.bind(node, xs, _on_slices(node.eqn.params, placed.out_placements))
     return Strategy([form(p) for p in taken], [resolved(p) for p in placed.out_placements], run)
 
 
@@ -335,9 +331,9 @@ def _are_alike(whole: Block, part: Block) -> bool:
     return facts[0] == facts[1] and all(np.array_equal(x, y) for x, y in zip(*constants, strict=False))
 
 
-def _on_slices(params: Params, placed: Propagation) -> Params:
+def _on_slices(params: Params, results: Sequence[Placement]) -> Params:
     """The parameters of a call on slices, if they name the types of its results."""
     if "result_avals" not in params:
         return params
-    parts = zip(params["result_avals"], placed.out_placements, strict=True)
+    parts = zip(params["result_avals"], results, strict=True)
     return {**params, "result_avals": tuple(aval.update(shape=local_shape(aval.shape, p)) for aval, p in parts)}
