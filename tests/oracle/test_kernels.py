@@ -37,7 +37,10 @@ def test_of_jax(name: str) -> None:
 @pytest.mark.parametrize("name", ["own attention", "gpu attention", "tpu flash attention", "tpu splash mha"])
 def test_heads_over_a_model_axis(name: str) -> None:
     kernel = KERNELS[name]
-    check(kernel.step, kernel.weights, kernel.batch(8), on={"data": 2, "model": 2}, tolerance=2e-6)
+    on = {"data": 2, "model": 2}
+    check(kernel.step, kernel.weights, kernel.batch(8), on=on, tolerance=2e-6)
+    rows = jaxdist.explain(decorated(kernel.step, on), kernel.weights, kernel.batch(8)).rows
+    assert not any(row.operation == "broadcast_in_dim" for row in rows)  # statistics of rows, by head
 
 
 def add_up(total: Any, x: Any) -> None:
@@ -124,6 +127,105 @@ def test_steps_that_go_on_from_each_other_stay_together(body: Callable[..., None
     check(step, np.ones((1, 3)), x, on=4)
     rows = jaxdist.explain(decorated(step, 4), np.ones((1, 3)), x).rows
     assert any(row.what == "repeated" for row in rows)
+
+
+# --- steps that add to one result
+
+
+def clear_if(first: Any, total: Any, start: float = 0.0) -> None:
+    pl.when(first)(lambda: total.__setitem__(..., jnp.full(total.shape, start)))
+
+
+def add(total: Any, x: Any) -> None:
+    total[...] += jnp.sin(x[...]).sum(0, keepdims=True)
+
+
+def total_of_rows(first: Callable[[], Any], start: float = 0.0) -> Callable[[Any, Any], None]:
+    """A body that adds blocks up, and sets the total to `start` in the first step."""
+    return lambda x, total: clear_if(first(), total, start) or add(total, x)
+
+
+def row_by_row(x: Any, total: Any) -> None:
+    clear_if(first_of_both(), total)
+    lax.fori_loop(0, x.shape[0], lambda i, _: total.__setitem__(0, total[0, :] + jnp.sin(x[i, :])) or 0, 0)
+
+
+def beside_rows(x: Any, total: Any, doubled: Any) -> None:
+    total_of_rows(first_of_both)(x, total)
+    doubled[...] = 2 * x[...]
+
+
+def that_decay(x: Any, total: Any) -> None:
+    clear_if(first_of_both(), total)
+    total[...] = 0.5 * total[...] + jnp.sin(x[...]).sum(0, keepdims=True)
+
+
+def cleared_late(x: Any, total: Any) -> None:
+    """What was in it comes back after it is cleared."""
+    before = total[...]
+    clear_if(first_of_both(), total)
+    total[...] = jnp.where(jnp.isnan(before), 0.0, before) + jnp.sin(x[...]).sum(0, keepdims=True)
+
+
+def cleared_after(x: Any, total: Any) -> None:
+    add(total, x)
+    clear_if(first_of_both(), total)
+
+
+def in_each_turn(x: Any, total: Any) -> None:
+    first = first_of_both()
+    lax.fori_loop(0, 2, lambda i, _: clear_if(first, total) or add(total, x) or 0, 0)
+
+
+def by_place(x: Any, total: Any) -> None:
+    total_of_rows(first_of_both)(x, total)
+    total[...] += 1.0 * pl.program_id(0)
+
+
+def to_another_column(x: Any, total: Any) -> None:
+    clear_if(first_of_both(), total)
+    total[0, 0] = total[0, 1] + x[0, 0]
+    total[0, 1] += x[0, 1]
+
+
+first_of = lambda axis: lambda: pl.program_id(axis) == 0
+first_of_both = lambda: (pl.program_id(0) == 0) & (pl.program_id(1) == 0)
+SUMS = {
+    "of blocks": (total_of_rows(first_of_both), True),
+    "row by row": (row_by_row, True),
+    "beside rows": (beside_rows, True),
+    "cleared for each block of rows": (total_of_rows(first_of(1)), False),
+    "cleared twice for the first block": (total_of_rows(first_of(0)), False),
+    "cleared twice for a block of the total": (total_of_rows(first_of(0)), False),
+    "from one on": (total_of_rows(first_of_both, 1.0), False),
+    "that decay": (that_decay, False),
+    "cleared late": (cleared_late, False),
+    "cleared after": (cleared_after, False),
+    "cleared in each turn": (in_each_turn, False),
+    "by place": (by_place, False),
+    "to another column": (to_another_column, False),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_in_a_kernel(name: str) -> None:
+    """Over blocks of two rows, and for each over two halves of the columns. A block of padding would count."""
+    body, is_divided = SUMS[name]
+    parts = 4 if "of the total" in name else 2  # of the columns; two of them write to a block
+    count = 2 if name == "beside rows" else 1
+
+    def step(w: Any, x: Any) -> Any:
+        block = pl.BlockSpec((2, 8 // parts), lambda i, k: (i, k))
+        total = pl.BlockSpec((1, 8 // parts), lambda i, k: (0, k // 2))
+        shapes = [jax.ShapeDtypeStruct((1, 4), x.dtype), jax.ShapeDtypeStruct(x.shape, x.dtype)][:count]
+        settings = {"in_specs": [block], "out_specs": [total, block][:count], "interpret": True}
+        return pl.pallas_call(body, shapes, grid=(len(x) // 2, parts), **settings)(x * w)
+
+    w, x = np.ones(8), np.random.default_rng(0).normal(size=(24, 8))
+    for examples in (24, 22):
+        check(step, w, x[:examples], on=4)
+        what = {row.what for row in jaxdist.explain(decorated(step, 4), w, x[:examples]).rows}
+        assert ("repeated" not in what) == (is_divided and examples == 24), what
 
 
 # Shape, block, and the index of each dimension.

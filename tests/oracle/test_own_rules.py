@@ -89,6 +89,15 @@ def test_of_custom_partitioning(name: str, on: On) -> None:
     assert sent(RULES[name], W, X, on=on) == set()
 
 
+def test_what_a_partition_divides_stays_a_kernel_for_the_next_axis() -> None:
+    """By its own rule: what is inside does not divide along rows."""
+    kernel = partitioned(lambda x: jnp.sort(x, 0) - jnp.sort(x, 0) + 2 * x, "i j -> i j")
+    step = lambda w, x: jnp.sin(kernel(x @ w)).mean()
+    on = {"data": 2, "model": 2}
+    check(step, RNG.normal(size=(6, 8)), X, on=on, layouts={"": 1})
+    assert sent(step, RNG.normal(size=(6, 8)), X, on=on, layouts={"": 1}) == set()
+
+
 def test_a_partition_that_adds_nothing_up_is_not_trusted_to() -> None:
     step = lambda w, x: jax.grad(lambda w: jnp.sin(with_gradient(product(is_summed=False))(x, w)).mean())(w)
     check(step, W, X, on=4)

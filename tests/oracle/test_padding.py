@@ -3,6 +3,7 @@
 What each operation makes of a padded batch is looked at: a rule that lets something else into it is named.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 from catalogue import operations
 from harness.check import decorated, mesh
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.communicators import lowering  # private: it runs the program
@@ -56,17 +59,42 @@ def recorded(propagation: Propagation, args: list[Any], devices: int) -> list[tu
     return [(*name, np.asarray(x)) for name, x in zip(recorder.names, jax.jit(run)(*inputs), strict=True)]
 
 
+def doubled(x: Any) -> Any:
+    """In blocks of two rows, which are added to each other."""
+    block = pl.BlockSpec((2, x.shape[1]), lambda i: (i, 0))
+    add = lambda a, b: b.__setitem__(..., a[...] + a[...][::-1])
+    return pl.pallas_call(add, x, grid=(len(x) // 2,), in_specs=[block], out_specs=block, interpret=True)(x)
+
+
+def in_groups(w: Any, x: Any) -> Any:
+    return lax.ragged_dot(x, w, jnp.array([1, len(x) - 1], jnp.int32))
+
+
+KERNELS: Any = {"blocks": lambda w, x: doubled(x * w[0, :, 0]), "groups": in_groups}
+
+
 @pytest.mark.parametrize(("devices", "rows"), [(4, 5), (3, 7)])
 def test_padding_is_of_real_values(devices: int, rows: int) -> None:
     for k in range(0, len(operations.OPERATIONS), 30):
         names = [*operations.OPERATIONS][k : k + 30]
         run = lambda w, b, names=names: {name: operations.OPERATIONS[name](w, b) for name in names}
-        state, batch = operations.state(), operations.batch(rows)
-        (propagation,) = decorated(run, devices).program(state, batch).placed.emitted[1]
-        for name, split, x in recorded(propagation, jax.tree.leaves((state, batch)), devices):
-            place = np.arange(split.rows) % split.chunk + np.arange(devices)[:, None] * split.chunk
-            real = place < split.size
-            entries = np.unique(x[real])
-            padding = x[~real].ravel()
-            near = np.isclose(padding[:, None], entries[None], rtol=1e-6, equal_nan=True).any(1)
-            assert near.all(), name
+        check_padding(run, operations.state(), operations.batch(rows), devices)
+
+
+def check_padding(run: Callable[[Any, Any], Any], state: Any, batch: Any, devices: int) -> None:
+    (propagation,) = decorated(run, devices).program(state, batch).placed.emitted[1]
+    values = recorded(propagation, jax.tree.leaves((state, batch)), devices)
+    assert values
+    for name, split, x in values:
+        place = np.arange(split.rows) % split.chunk + np.arange(devices)[:, None] * split.chunk
+        real = place < split.size
+        entries = np.unique(x[real])
+        padding = x[~real].ravel()
+        near = np.isclose(padding[:, None], entries[None], rtol=1e-6, equal_nan=True).any(1)
+        assert near.all(), name
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_padding_of_kernels(name: str) -> None:
+    rng = np.random.default_rng(0)
+    check_padding(KERNELS[name], rng.normal(size=(2, 4, 3)), rng.normal(size=(10, 4)), 3)

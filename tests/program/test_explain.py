@@ -16,8 +16,10 @@ from catalogue import flows, idioms, operations, traps
 from harness import oracle
 from harness.check import decorated
 from harness.errors import missing
+from jax._src.cudnn import fused_attention_stablehlo as cudnn  # private: its primitives have no public names
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 
@@ -273,6 +275,53 @@ def test_the_work_in_kernels_is_counted(name: str) -> None:
     rows = jaxdist.explain(decorated(lambda w, x: (kernel(x, w) @ w).sum(), 4), w, x).rows
     assert [round(row.share, 1) for row in rows if (row.what, row.operation) == ("repeated", name)] == [0.8]
     assert why in [row.why for row in rows if row.operation == name]
+
+
+def attention(x: jax.Array, **settings: Any) -> jax.Array:
+    q = jnp.broadcast_to(x[..., None], (*x.shape, 64)).astype(jnp.bfloat16).reshape(len(x), 4, -1, 64)
+    return jnp.asarray(cudnn.dot_product_attention(q, q, q, scale=1.0, **settings))
+
+
+def in_blocks(x: jax.Array, rows: int) -> jax.Array:
+    block = pl.BlockSpec((rows, x.shape[1]), lambda i: (i, 0))
+    body = lambda a, b: b.__setitem__(..., 2 * a[...])
+    return pl.pallas_call(body, x, grid=(len(x) // rows,), in_specs=[block], out_specs=block, interpret=True)(x)
+
+
+def on_cores(x: jax.Array) -> jax.Array:
+    body = lambda a, b: b.__setitem__(..., 2 * a[...])
+    mesh = pltpu.create_tensorcore_mesh("core", num_cores=1)
+    kernel: Any = pl.kernel(body, out_type=x, mesh=mesh, interpret=True)
+    return kernel(x)
+
+
+def total(x: jax.Array) -> jax.Array:
+    """Only some blocks ask whether they are the first: here no interpreter could run it."""
+
+    def body(a: Any, y: Any) -> None:
+        clear = lambda: y.__setitem__(..., jnp.zeros(y.shape, y.dtype))
+        pl.when(a[0, 0] > 0)(lambda: pl.when(pl.program_id(0) == 0)(clear))
+        y[...] += a[...].sum(0, keepdims=True)
+
+    blocks = {"in_specs": [pl.BlockSpec((1, x.shape[1]), lambda i: (i, 0))], "out_specs": pl.BlockSpec()}
+    return pl.pallas_call(body, jax.ShapeDtypeStruct((1, x.shape[1]), x.dtype), grid=(len(x),), **blocks)(x)
+
+
+WHY_WHOLE: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "its dropout draws by position in the whole batch": lambda x: attention(x, dropout_rate=0.5),
+    "its blocks along dimension 0 do not divide among 4 devices": lambda x: in_blocks(x, 8),
+    "it is written for a mesh of cores": on_cores,
+    "all steps along axis 0 of its grid write to one result, and its body depends on the place of the step": total,
+}
+
+
+@pytest.mark.parametrize("why", WHY_WHOLE)
+def test_why_a_kernel_is_whole(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda _: True)
+    w, x = jnp.ones(8, np.float32), np.ones((24, 8), np.float32)
+    rows = jaxdist.explain(decorated(lambda w, x: WHY_WHOLE[why](x * w).sum(), 4), w, x).rows
+    assert [row.why for row in rows if row.what == "all-gather of activations"] == [why]
 
 
 def test_a_scan_along_the_batch_sends_few_rows() -> None:

@@ -39,6 +39,7 @@ class Factors:
     reduced: Mapping[int, str] = field(default_factory=dict)  # by factor, "sum", "max", "min", "or" or "and"
     onto: int | None = None  # the operand to which the reduction is added, which must count once
     masked: tuple[int, ...] | None = None  # operands whose padding must not count; None: all that have the factor
+    counts_padding: bool = False  # a reduction takes what padding gives, whatever is in it
     # the parameters that depend on the shapes, for slices: ``params(eqn params, factor, split)``
     params: Callable[[Params, int, Split], Params] | None = None
     # by array (the operands, then the results) and dimension, the entries that a turn of its factor takes, if not one

@@ -44,7 +44,7 @@ def _attention(operands: str, results: str, reduction: str) -> Rule:
             tuple(described[: len(ins)]), tuple(described[len(ins) :]), units=units, why=why,
             reduced=dict.fromkeys((_EXAMPLE, _HEAD), reduction),
         )  # fmt: skip
-        return whole(found, reason) if (reason := _depends_on_all(params, ins)) else found
+        return whole(ins, outs, reason) if (reason := _depends_on_all(params, ins)) else found
 
     return rule
 
@@ -60,11 +60,11 @@ def _depends_on_all(params: Params, ins: Shapes) -> str:
     return ""
 
 
-def whole(described: Factors, why: str) -> Factors:
-    """Return an operation's factors without any: it is computed whole, for a reason."""
-    places = {(k, d): why for k, dims in enumerate(described.operands) for d in range(len(dims))}
-    none = lambda arrays: tuple((None,) * len(dims) for dims in arrays)
-    return Factors(none(described.operands), none(described.results), why=places)
+def whole(ins: Shapes, outs: Shapes, why: str) -> Factors:
+    """Return the factors of an operation that is computed whole, for a reason: none."""
+    places = {(k, d): why for k, shape in enumerate(ins) for d in range(len(shape))}
+    none = lambda shapes: tuple((None,) * len(shape) for shape in shapes)
+    return Factors(none(ins), none(outs), why=places)
 
 
 def _scaled_dot(params: Params, ins: Shapes, outs: Shapes) -> Factors | None:
@@ -114,6 +114,7 @@ FACTORS |= {
        for name in (kernel, f"{kernel}_wrapper")},
     **dict.fromkeys(("scaled_matmul", "scaled_matmul_wrapper"), einsum("bm.,bn.,bm.,bn.->bmn")),
     "scaled_dot": _scaled_dot, "ragged_dot_general": _ragged_dot,
+    "mpmd_map": lambda _, ins, outs: whole(ins, outs, "it is written for a mesh of cores"),  # `pl.kernel`
 }  # fmt: skip
 
 TWINS: dict[str, Callable[..., Any]] = {}  # by the label or name of an operation, a JAX function with its results

@@ -243,8 +243,9 @@ class RuleContext:
                 shared.append(o)
             summand = p is None and kind == "sum"
             out_placements.append(p or (Partial(gradient=node.backward) if summand else REPLICATED))
-        if shared and len(shared) < len(results) and any(p and p.is_padded(devices) for p in operands):
-            return None  # padding must not count in some results, and be as the last entry in others
+        keeps_padding = described.counts_padding or len(shared) < len(results)
+        if shared and keeps_padding and any(p and p.is_padded(devices) for p in operands):
+            return None  # padding must not count in the shared results, and be as the last entry in others
         if kind == "sum" and shared:
             if not all(values.is_wide(self.block.avals[o].dtype) for o in shared):
                 return None

@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxdist import compat
 from jaxdist.ir.primitives import count_p, counts
+from jaxdist.mesh import MODEL
 from jaxdist.placements.model.block import Node
 from jaxdist.placements.model.strategy import DeviceContext, Run, Sends, Strategy, nbytes
 from jaxdist.placements.model.values import REPLICATED, Deferred, Form, Placement, Replicated, Split, form, reshaped
@@ -47,13 +48,15 @@ def _make_reshaped(device: DeviceContext, node: Node, target: Form) -> jax.Array
 
 @special("broadcast_in_dim")
 def _broadcast(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Keep the slices of a value that is repeated; gather a stored one before."""
+    """Keep the slices of a value that is repeated; gather a stored one before, unless a model axis cuts it."""
     p, described = ins[0], ctx.block.factors(node)
     old, new = ctx.block.shapes(node.ins)[0], ctx.block.shapes(node.outs)[0]
     if described is None or not new:
         return None
     follows = isinstance(p, Split) and described.operands[0][p.dim] is not None
-    if follows and (not p.of_state or math.prod(old) == math.prod(new)):  # type: ignore[union-attr]
+    # Over a model axis, what it meets is cut alike: the rows' statistics of flash attention, by head.
+    stays = ctx.infer.axis.name == MODEL or math.prod(old) == math.prod(new)
+    if follows and (stays or not p.of_state):  # type: ignore[union-attr]
         return ctx.by_factors(node, ins, described)
     if isinstance(p, (Replicated, Deferred)):
         return Strategy([None], [Deferred(p.const)], make=make_in_form)
