@@ -242,7 +242,7 @@ class _Sums:
                 self.used |= refs
             elif name in ("add", "add_any") and len(read) == 1:
                 totals[eqn.outvars[0]] = totals[read[0]]
-            elif name == "swap" and read == [eqn.invars[1]] and totals[read[0]] == _part(eqn, memory, 2):
+            elif name == "swap" and refs and read == [eqn.invars[1]] and totals[read[0]] == _part(eqn, memory, 2):
                 if _is_used(eqn, jaxpr):
                     return "its body reads what was in it"
                 self.used |= refs
