@@ -29,6 +29,7 @@ from .manual import per_device
 from .observe.explain import explain
 from .observe.metrics import run_log
 from .observe.profile import profile
+from .observe.verify import verify
 from .planning.fitting import plan
 from .precision import loss_scale
 from .runtime.context import Context, get_context, init
@@ -77,6 +78,7 @@ __all__ = [
     "spawn",
     "unshard",
     "value_and_grad",
+    "verify",
     "zero",
 ]
 

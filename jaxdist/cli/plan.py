@@ -63,7 +63,7 @@ def plan(
         how: dict[str, Any] = {"topology": topology, "levels": [int(level) for level in chosen if level]}
         if mesh:
             how["mesh"] = mesh if mesh == "auto" else _pairs(mesh.split(","), "--mesh AXIS=SIZE,...")
-        made = _function(what)(**_pairs(options or [], "NAME=VALUE"))
+        made = function_of(what)(**_pairs(options or [], "NAME=VALUE"))
         if not isinstance(made, tuple) or not made:
             raise TypeError(f"{what} returned {type(made).__name__}, expected a tuple (step, *args)")
         found = fit(*made, **how) if fitted else make_plan(*made, **how)
@@ -75,7 +75,7 @@ def plan(
     print(found.to_json() if as_json else found)
 
 
-def _function(what: str) -> Any:
+def function_of(what: str) -> Any:
     """Return the function named by `module:function` or `file.py:function`."""
     name, _, attribute = what.rpartition(":")
     if not name or not attribute:

@@ -21,11 +21,16 @@ _STEPS = 3
 
 
 def self_test(
+    what: Annotated[
+        str, typer.Argument(metavar="[FILE.py:FUNCTION]", help="Verify your step instead; as for `jaxdist plan`.")
+    ] = "",
     devices: Annotated[
         int | None, typer.Option(min=1, help="Number of devices of each rank. Above one, MPI is left out.")
     ] = None,
 ) -> None:
     """Test the installation: train at each ZeRO level and compare the result with one device.
+
+    With FILE.py:FUNCTION, which returns `(decorated step, *arguments)`, it verifies that step (`jaxdist.verify`).
 
     It uses each communicator, on two ranks or on all GPUs of this machine. As a rank of a job, it tests the job:
     `jaxdist run --hosts node1:4,node2:4 -m jaxdist test` or `srun jaxdist test`. The exit code is 1 if something is
@@ -36,7 +41,7 @@ def self_test(
     except (ValueError, ImportError):  # a launcher started this process, and init will report the missing package
         in_job = True
     if in_job:
-        raise typer.Exit(as_rank())
+        raise typer.Exit(as_rank(what))
     from jaxdist import compat  # import both here: `jaxdist run` does not need them
     from jaxdist.runtime.devices import visible_gpus
 
@@ -53,7 +58,7 @@ def self_test(
             continue
         try:
             os.environ["JAXDIST_COMMUNICATOR"] = name  # for the ranks
-            run(["jaxdist", "test"], True, ranks, launcher, devices=each)
+            run(["jaxdist", "test", *([what] if what else [])], True, ranks, launcher, devices=each)
         except typer.Exit as done:
             code = code or done.exit_code
     missing = [one for one in checks() if not one.ok]
@@ -64,8 +69,8 @@ def self_test(
     print("All is well.")
 
 
-def as_rank() -> int:
-    """Run the checks as one of the ranks; the root prints them. Return the exit code."""
+def as_rank(what: str = "") -> int:
+    """Run the checks, or verify a step, as one of the ranks; the root prints the results. Return the exit code."""
     import jax
 
     from jaxdist.runtime.context import init
@@ -75,8 +80,9 @@ def as_rank() -> int:
     except (ValueError, RuntimeError, ImportError) as error:
         print(f"jaxdist test: {error}", file=sys.stderr, flush=True)
         return 1
-    jax.config.update("jax_enable_x64", True)
-    checked = [*_software(ctx), *_levels(ctx)]
+    if not what:
+        jax.config.update("jax_enable_x64", True)
+    checked = [*_software(ctx), *([_verified(what)] if what else _levels(ctx))]
     if ctx.is_root:
         kind = jax.local_devices()[0].device_kind
         print(f"communicator {ctx.communicator}: {ctx.num_devices} x {kind}, connector {ctx.connector.name}")
@@ -91,6 +97,15 @@ def _software(ctx: Any) -> Iterator[Check]:
     for host, found in dict(reports).items():
         other = [f"{name} {found[name] or 'missing'}, not {root[name]}" for name in root if found[name] != root[name]]
         yield Check(host, not other, "; ".join(other) or "the root's versions", "install the same on every host")
+
+
+def _verified(what: str) -> Check:
+    """Compare the user's step with its program, for the arguments of each rank."""
+    from jaxdist.cli.plan import function_of
+    from jaxdist.observe.verify import verify
+
+    found = verify(*function_of(what)())
+    return Check(what, found.equal is not False, str(found), "see the line; if it is ours, please report it")
 
 
 def _levels(ctx: Any) -> Iterator[Check]:

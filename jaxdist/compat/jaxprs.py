@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from jax._src import callback, debugging, ffi, hijax, source_info_util
 from jax._src import config as _config
 from jax._src.custom_partitioning_sharding_rule import BATCHING, str_to_sdy_sharding_rule
 from jax._src.interpreters import batching, mlir
+from jax._src.pallas.hlo_interpreter import pallas_call_hlo_interpret
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import ClosedJaxpr
 from jax.extend.core.primitives import jit_p
@@ -224,6 +226,13 @@ def kernel_name(eqn: Any) -> str:
         case "custom_partitioning":
             return params["call"].jaxpr.debug_info.func_name
     return ""
+
+
+def interpreted_kernel(eqn: Any) -> ClosedJaxpr:
+    """A ``pallas_call`` as operations on whole arrays: what ``interpret=True`` lowers it to (private)."""
+    taken = inspect.signature(pallas_call_hlo_interpret).parameters
+    run = functools.partial(pallas_call_hlo_interpret, **{k: v for k, v in eqn.params.items() if k in taken})
+    return jax.make_jaxpr(run)(*(v.aval for v in eqn.invars))
 
 
 def sharding_rule(params: Mapping[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> Any:

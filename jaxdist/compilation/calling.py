@@ -94,6 +94,7 @@ class Settings:
     donate_argnums: frozenset[str]  # names of arguments that are
     check_finite: bool  # whether NaN and infinity in the result are errors
     check_every: int  # calls between comparisons of the devices' copies; 0 for never
+    verify: bool  # whether each program is compared with the step before it runs
     mesh: AnyMesh | None  # the devices, or the sizes of the axes of all of the job's
     layouts: Layouts | None  # along the model axis, if the user has said so
     bucket_bytes: int | None  # of a message of gradients

@@ -31,6 +31,7 @@ from jaxdist.step.donated import Donation, check_not_donated
 from jaxdist.step.donated import latest as latest_donations
 from jaxdist.step.leaves import spans, type_key
 from jaxdist.step.placer import CurrentLayout, Placer
+from jaxdist.step.proving import require_equal
 from jaxdist.step.reading import Reader
 from jaxdist.step.records import Entries, checksum_of, entries_of, ledger_entry
 from jaxdist.step.values import DifferingRanks, ValueCheck
@@ -90,6 +91,7 @@ class Calls:
         self._cached: dict[Hashable, CachedCall] = {}  # by all that a program is for
         self._compared: set[bytes] = set()  # digests of calls that all ranks have made
         self._unconfirmed: set[Signature] = set()  # of calls in which all ranks have passed the same batch so far
+        self._proven: set[Program] = set()  # programs that have been compared with the step
         self._is_first = True  # no program yet
         self._warned = False  # of what is gathered
 
@@ -126,6 +128,10 @@ class Calls:
                 cached, leaves = self._agreed(arguments, pinned, totals)
             except OtherRows as other:
                 totals = other.total
+        if self._settings.verify and cached.program not in self._proven:
+            self._proven.add(cached.program)
+            placed = cached.program.placed
+            require_equal(self.name, self.placer, placed, placed.signature.data(leaves))
         if pinned is not None:
             cached = dataclasses.replace(cached, program=pinned.program)
         state, batch = cached.arguments(leaves, self.placer)

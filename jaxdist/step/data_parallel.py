@@ -26,6 +26,7 @@ class Options(TypedDict, total=False):
     donate: bool
     check_finite: bool
     check_every: int
+    verify: bool
     bucket_bytes: int | None
     compress: Compression | None
     compiler_options: Mapping[str, Any] | None
@@ -50,6 +51,7 @@ def data_parallel(
     donate: bool = False,
     check_finite: bool = False,
     check_every: int = 0,
+    verify: bool = False,
     bucket_bytes: int | None = None,
     compress: Compression | None = None,
     compiler_options: Mapping[str, Any] | None = None,
@@ -87,6 +89,8 @@ def data_parallel(
       check_finite: if True, raise an error on every rank if the result, or a value passed to `jaxdist.check_finite`,
         has a NaN or an infinity. Each call waits for the step, and state is not donated.
       check_every: run `jaxdist.check_sync` on the result every this many calls; 0 for never.
+      verify: if True, compare each new program with the step before it runs, as `jaxdist.verify` does, and raise an
+        error on every rank if it is not the step.
       bucket_bytes: combine gradients of one dtype into messages of about this size; 0 sends each separately. The
         default is 1 MiB between CPU processes, 256 KiB between devices of a process, and 0 (left to XLA) on GPUs.
       compress: ``"bf16"`` or ``"fp16"`` to send gradients in 16 bits. Between CPU processes, the error is at most
@@ -100,7 +104,7 @@ def data_parallel(
 
     Raises:
       ValueError: (on every rank) a rank passes other rows of the batch than its own, or the ranks' arguments differ.
-      StepError: (at the first call) an operation cannot run on several devices.
+      StepError: (at the first call) an operation cannot run on several devices, or see `verify`.
       RuntimeError: an earlier call took an argument's memory.
       FloatingPointError: see `check_finite`.
       SyncError: see `check_every`.
@@ -122,7 +126,8 @@ def data_parallel(
     options = Options(
         batch_argnums=batch_argnums, static_argnums=static_argnums, static_argnames=static_argnames,
         donate_argnums=donate_argnums, donate_argnames=donate_argnames, donate=donate, check_finite=check_finite,
-        check_every=check_every, bucket_bytes=bucket_bytes, compress=compress, compiler_options=compiler_options,
+        check_every=check_every, verify=verify, bucket_bytes=bucket_bytes, compress=compress,
+        compiler_options=compiler_options,
     )  # fmt: skip
     return decorator(step, mesh, None, options)
 
@@ -205,7 +210,7 @@ def decorator(step: Callable[..., Any] | None, mesh: AnyMesh | None, layouts: La
         donated = calling.named("donate", values["donate_argnums"], values["donate_argnames"])
         settings = Settings(
             step, calling, values["batch_argnums"], values["donate"], donated, values["check_finite"],
-            values["check_every"], mesh, layouts, values["bucket_bytes"], values["compress"],
+            values["check_every"], values["verify"], mesh, layouts, values["bucket_bytes"], values["compress"],
             tuple(sorted((values["compiler_options"] or {}).items())),
         )  # fmt: skip
         return decorated_with(settings)
@@ -215,7 +220,7 @@ def decorator(step: Callable[..., Any] | None, mesh: AnyMesh | None, layouts: La
 
 _DEFAULTS = Options(
     batch_argnums=None, static_argnums=(), static_argnames=(), donate_argnums=(), donate_argnames=(), donate=False,
-    check_finite=False, check_every=0, bucket_bytes=None, compress=None, compiler_options=None,
+    check_finite=False, check_every=0, verify=False, bucket_bytes=None, compress=None, compiler_options=None,
 )  # fmt: skip
 
 

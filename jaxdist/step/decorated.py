@@ -23,11 +23,13 @@ from jaxdist.ir.primitives import plain_p
 from jaxdist.ir.trace import inside_step, with_axis
 from jaxdist.machine import Machine
 from jaxdist.mesh import mesh_of
+from jaxdist.proof.compare import Verified
 from jaxdist.runtime.context import Context, get_context, machine_of
 from jaxdist.step import batch
 from jaxdist.step.calls import Arguments, Calls
 from jaxdist.step.donated import check_not_donated
 from jaxdist.step.leaves import abstract, on_one_device, sharding_over_any
+from jaxdist.step.proving import verified_on_all
 from jaxdist.step.stages import Lowered, Traced
 from jaxdist.text import name_of
 from jaxdist.tracebacks import api_boundary
@@ -141,6 +143,15 @@ class DataParallel(Generic[P, R]):
         calls = self._calls(args, kwargs)
         signature, leaves = self._read(calls, args, kwargs)
         return calls.program(signature, leaves)
+
+    @api_boundary
+    @under_no_mesh
+    def verified(self, args: Args, kwargs: Kwargs, points: int, strict: bool) -> Verified:
+        """Compare the program for these arguments with the step (`jaxdist.verify`). Every rank calls it."""
+        calls = self._calls(args, kwargs)
+        signature, leaves = self._read(calls, args, kwargs)
+        placed = calls.program(signature, leaves).placed
+        return verified_on_all(self._base, calls.placer, placed, leaves, points, strict)
 
     def _read(self, calls: Calls, args: Args, kwargs: Kwargs) -> tuple[Signature, list[Leaf]]:
         """Return the signature of a call and its leaves, with objects of nnx as their arrays."""

@@ -1,13 +1,13 @@
 """Kernels by name: the loops of those that JAX ships, and the twins of others (`jaxdist.placements.register`)."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxdist.placements.model.block import Node
 from jaxdist.placements.model.factors import FACTORS, Dims, Factors, Params, Rule, Shapes, einsum
@@ -120,17 +120,18 @@ FACTORS |= {
 TWINS: dict[str, Callable[..., Any]] = {}  # by the label or name of an operation, a JAX function with its results
 
 
-def twin_of(node: Node, shapes: Sequence[tuple[int, ...]] | None = None) -> ClosedJaxpr | None:
+def twin_of(node: Node, shapes: Shapes | None = None) -> ClosedJaxpr | None:
     """Return the program of a kernel's twin, if it has one; `shapes`: of its operands, if not those of the equation."""
     like = TWINS.get(node.label) or TWINS.get(node.name)
-    return None if like is None else _traced(like, node, None if shapes is None else tuple(shapes))
+    return None if like is None else traced_twin(like, node.eqn, None if shapes is None else tuple(shapes))
 
 
 @functools.lru_cache(maxsize=256)
-def _traced(like: Callable[..., Any], node: Node, shapes: Shapes | None) -> ClosedJaxpr:
+def traced_twin(like: Callable[..., Any], eqn: JaxprEqn, shapes: Shapes | None = None) -> ClosedJaxpr:
+    """Return the program of a twin, for operands of these shapes."""
     # An FFI call has parameters of its own besides those of the target.
-    params = node.eqn.params if node.name != "ffi_call" else dict(node.eqn.params.get("attributes", ()))
-    avals = list(map(aval_of, node.eqn.invars))
+    params = eqn.params if eqn.primitive.name != "ffi_call" else dict(eqn.params.get("attributes", ()))
+    avals = list(map(aval_of, eqn.invars))
     types = [
         jax.ShapeDtypeStruct(shape, aval.dtype)
         for shape, aval in zip(shapes or [a.shape for a in avals], avals, strict=True)

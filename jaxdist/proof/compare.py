@@ -1,0 +1,294 @@
+"""Compare a step with its program of several devices, at random points of a finite field, to the last digit."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as S
+
+from jaxdist.communicators import lowering
+from jaxdist.compilation.placed import PlacedStep
+from jaxdist.mesh import passes
+from jaxdist.placements.emit.emitter import Emitter, local_types
+from jaxdist.placements.model.layouts import Cut, Layout, layout_of
+from jaxdist.placements.model.strategy import Propagation, in_short
+from jaxdist.placements.model.values import Partial, Placement, Split
+from jaxdist.proof import field
+from jaxdist.proof.evaluate import Evaluator, UncheckedError, is_complex, is_float
+
+Value = Any  # an array, or a `Pair`
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What `jaxdist.verify` has found; true if the program is the step, and prints as text."""
+
+    equal: bool | None  # None: not compared, for the reason in `unchecked`
+    operations: int  # of the step that were compared
+    points: int  # at which
+    results: tuple[str, ...] = ()  # those that differ
+    operation: str = ""  # the first one whose results on the devices are no slices or summands of the step's, if found
+    line: str = ""  # of the user, where it stands
+    placement: str = ""  # what each device should hold of its result
+    unchecked: str = ""  # an operation that is not evaluated in the field, and its line
+
+    @property
+    def chance(self) -> float:
+        """The chance that a difference went unnoticed, for results of a degree of at most the number of operations."""
+        return (max(self.operations, 1) / field.P) ** self.points
+
+    def __bool__(self) -> bool:
+        return bool(self.equal)
+
+    def __str__(self) -> str:
+        if self.equal is None:
+            return f"not verified: {self.unchecked} has no exact counterpart"
+        if self.equal:
+            chance = f"a miss has a chance of {self.chance:.0e}"
+            return f"equal: {self.operations} operations at {self.points} random points; {chance}"
+        differ = f"{', '.join(self.results)} of the program {'is' if len(self.results) == 1 else 'are'} not the step's"
+        if not self.operation:
+            return differ
+        place = f"{self.operation} at {self.line or 'an unknown line'}"
+        return f"{differ}, from {place} on: a device should hold its result {self.placement}"
+
+
+def verified(placed: PlacedStep, whole: Sequence[Any], count: int, strict: bool) -> Verified:
+    """Compare a step with its program at some points; `whole` has the leaves of the arguments that are no floats."""
+    if strict and placed.compress:
+        raise ValueError("strict=True with compress=: gradients are rounded, as it says, before they are added up")
+    comparison = Comparison(placed, strict)
+    try:
+        for xs in points(placed.avals, whole, count):
+            if differing := comparison.differing(xs):
+                return first_difference(comparison, xs, [_name(placed, k) for k in differing])
+    except UncheckedError as problem:
+        return Verified(None, 0, 0, unchecked=str(problem))
+    return Verified(True, comparison.operations(), count)
+
+
+def points(avals: Sequence[Any], whole: Sequence[Any], count: int) -> Iterator[list[Value]]:
+    """Yield random arguments of these types; `whole` has those that are no floats, which stay as they are."""
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        yield [
+            field.drawn(rng, aval.shape, is_complex(aval)) if is_float(aval) else x
+            for aval, x in zip(avals, whole, strict=True)
+        ]
+
+
+def compared(f: Callable[..., Any], g: Callable[..., Any], args: Sequence[Any], count: int, strict: bool) -> Verified:
+    """Compare a function that XLA divides, if its arguments are sharded, with another one on a device."""
+    leaves = jax.tree.leaves(args)
+    names: list[str] = []
+
+    def traced(function: Callable[..., Any]) -> ClosedJaxpr:
+        closed, results = jax.make_jaxpr(function, return_shape=True)(*args)
+        names[:] = [f"result{jax.tree_util.keystr(k)}" for k, _ in jax.tree_util.tree_leaves_with_path(results)]
+        return closed
+
+    programs = [traced(function) for function in (g, f)]
+    runs = [jax.jit(functools.partial(Evaluator(strict, divides).run, closed))
+            for closed, divides in zip(programs, (False, True), strict=True)]  # fmt: skip
+    avals, operations = [v.aval for v in programs[0].jaxpr.invars], len(programs[0].eqns)
+    whole = [None if is_float(aval) else x for aval, x in zip(avals, leaves, strict=True)]
+    try:
+        for xs in points(avals, whole, count):
+            placed = [_put(drawn, x) for drawn, x in zip(xs, leaves, strict=True)]
+            with jax.enable_x64(True):
+                wanted, got = runs[0](xs), runs[1](placed)
+            if differing := [k for k, pair in enumerate(zip(wanted, got, strict=True)) if not _is_whole(*pair)]:
+                return Verified(False, operations, 1, tuple(names[k] for k in differing))
+    except UncheckedError as problem:
+        return Verified(None, 0, 0, unchecked=str(problem))
+    return Verified(True, operations, count)
+
+
+def _put(x: Value, like: Any) -> Value:
+    """Return a value in the shards of an array."""
+    return jax.tree.map(lambda part: jax.device_put(part, like.sharding), x) if isinstance(like, jax.Array) else x
+
+
+def _is_whole(wanted: Value, got: Value) -> bool:
+    pairs = zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True)
+    return all(_are_equal(np.asarray(x), y, None) for x, y in pairs)
+
+
+def _name(placed: PlacedStep, k: int) -> str:
+    tree = placed.step.tree
+    names = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))
+    return f"result{jax.tree_util.keystr(names[k][0])}" if k < len(names) else "the counts of check_finite"
+
+
+class Comparison:
+    """A step and its program, each compiled once in the field."""
+
+    def __init__(self, placed: PlacedStep, strict: bool, program: ClosedJaxpr | None = None):
+        self.placed, self.evaluator, self.mesh = placed, Evaluator(strict), placed.run_mesh
+        self._step = jax.jit(lambda xs: self.evaluator.run(placed.step.jaxpr, xs))
+        self._program = program or placed.emitted[0]
+        self._parts = jax.jit(self._run)
+
+    def operations(self) -> int:
+        return len(self.placed.step.jaxpr.eqns)
+
+    def differing(self, xs: Sequence[Value]) -> list[int]:
+        """Return the results, by number, whose parts on this process's devices are not those of the step's."""
+        with jax.enable_x64(True):
+            wanted = self._step(xs)
+            got = self._parts([self._placed(layout, x) for layout, x in zip(self.placed.layouts, xs, strict=True)])
+        return [k for k, (x, y) in enumerate(zip(wanted, got, strict=True)) if not self._is_part(k, x, y)]
+
+    def _run(self, xs: Sequence[Value]) -> Sequence[Value]:
+        """Return the results of the program of each device."""
+        in_specs, out_specs = self.placed.specs()
+        return self.on_devices(lambda *xs: self.evaluator.run(self._program, xs), tuple(in_specs), out_specs)(*xs)
+
+    def on_devices(self, f: Callable[..., Sequence[Value]], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """Run a function on each device of the mesh; its collectives go over the step's communicator."""
+
+        def local(*xs: Value) -> Sequence[Value]:
+            made, results = jax.make_jaxpr(f, return_shape=True)(*xs)
+            leaves = lowering(self.placed.communicator, self.mesh).run(made, *jax.tree.leaves(xs))
+            return jax.tree.unflatten(jax.tree.structure(results), leaves)
+
+        return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def _placed(self, layout: Layout | None, x: Value) -> Value:
+        """Put an argument on the mesh, with padding as it may be there."""
+
+        def placed(x: Any) -> jax.Array:
+            x = np.asarray(_extended(x, layout.cuts) if layout else x)
+            spec = NamedSharding(self.placed.mesh, _spec(layout))
+            return jax.make_array_from_callback(x.shape, spec, lambda index: x[index])
+
+        if _is_key(x):
+            return jax.random.wrap_key_data(placed(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        return jax.tree.map(placed, x)
+
+    def _is_part(self, k: int, wanted: Value, got: Value) -> bool:
+        placed = self.placed
+        layout = placed.result_layouts[k] or layout_of(placed.emitted[1][-1].out_forms[k], passes(self.mesh)[-1])
+        if _is_key(wanted):
+            wanted, got = map(jax.random.key_data, (wanted, got))
+        pairs = zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True)
+        return all(_are_equal(np.asarray(x), y, layout) for x, y in pairs)
+
+
+def _are_equal(wanted: np.ndarray, got: jax.Array, layout: Layout | None) -> bool:
+    real = np.ones(wanted.shape, bool)
+    if layout is not None and not layout.is_plain:
+        wanted, real = layout.padded(wanted), layout.padded(real)
+    return wanted.shape == got.shape and all(
+        np.array_equal(np.asarray(shard.data)[here := real[shard.index]], wanted[shard.index][here])
+        for shard in got.addressable_shards
+    )
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _extended(x: Any, cuts: Sequence[Cut]) -> Any:
+    """Return an array with copies of the last entry for the padding of each cut."""
+    if not cuts:
+        return x
+    cut, *inner = cuts
+    pads = [(0, cut.pad if d == cut.dim else 0) for d in range(np.ndim(x))]
+    x = np.pad(x, pads, mode="edge" if np.size(x) else "constant")
+    if not any(c.pad for c in inner):
+        return x
+    return np.concatenate([_extended(part, inner) for part in np.split(x, cut.parts, cut.dim)], cut.dim)
+
+
+def _spec(layout: Layout | None) -> S:
+    if layout is None:
+        return S()
+    rank = 1 + max(layout.dims, default=-1)
+    return S(*(layout.axes(d) or None for d in range(rank)))
+
+
+# --- where it begins
+
+
+class _Recorder(Emitter):
+    """Returns all that a device holds of each value in the place of a program's results."""
+
+    def run(self, xs: Sequence[Any]) -> list[Any]:
+        super().run(xs)
+        self.held = [(node, i, f) for node in self.block.nodes for i in node.outs for f in self._forms[i]]
+        return [self._forms[i][f] for _, i, f in self.held]
+
+
+def first_difference(comparison: Comparison, xs: Sequence[Value], results: Sequence[str]) -> Verified:
+    """Follow the step through the axes of its mesh to the first operation whose parts are not those of the step's."""
+    placed, evaluator, axes = comparison.placed, comparison.evaluator, passes(comparison.mesh)
+    for k, propagation in enumerate(placed.emitted[1]):
+        recorder = _Recorder(propagation, marks=True)
+        program = recorder.program(local_types(propagation))
+
+        def local(*xs: Value, propagation: Propagation = propagation, program: Any = program, k: int = k,
+                  recorder: _Recorder = recorder) -> Any:  # fmt: skip
+            for before in placed.emitted[1][:k]:
+                xs = tuple(_cut(x, f, before) for x, f in zip(xs, before.in_forms, strict=True))
+            env = _evaluated(evaluator, propagation, xs)
+            parts = [_cut(x, f, propagation) for x, f in zip(xs, propagation.in_forms, strict=True)]
+            held = evaluator.run(program, parts)
+            pairs = zip(recorder.held, held, strict=True)
+            same = [_is_held(env[i], f, x, propagation, propagation.block.avals[i]) for (_, i, f), x in pairs]
+            return [lax.pmin(jnp.stack(same).astype(np.int32), tuple(axis.name for axis in axes))]
+
+        with jax.enable_x64(True):
+            same = np.asarray(jax.jit(comparison.on_devices(local, S(), S()))(*xs)[0])
+        if not same.all():
+            node, i, _ = recorder.held[int(np.argmin(same))]
+            found = node.label, node.line, in_short(propagation.placements[i])
+            return Verified(False, comparison.operations(), 1, tuple(results), *found)
+    return Verified(False, comparison.operations(), 1, tuple(results))
+
+
+def _evaluated(evaluator: Evaluator, propagation: Propagation, xs: Sequence[Value]) -> dict[int, Value]:
+    """Return the values of a block, by number, before it is divided over the next axis."""
+    block = propagation.block
+    env = {i: evaluator.constant(value) for i, value in block.known.items()} | dict(zip(block.inputs, xs, strict=True))
+    for node in block.nodes:
+        env.update(zip(node.outs, evaluator.equation(node.eqn, [env[i] for i in node.ins]), strict=True))
+    return env
+
+
+def _cut(x: Value, f: Placement, propagation: Propagation) -> Value:
+    """Return this device's slice of a value, with copies of the last entry of each block for padding."""
+    if not isinstance(f, Split):
+        return x
+    rows = np.arange(f.rows)
+    place = lax.axis_index(propagation.axis.name) * f.chunk + rows % f.chunk
+    index = jnp.minimum(place, f.size - 1) + rows // f.chunk * f.size
+    return jax.tree.map(lambda x: jnp.take(x, index, axis=f.dim), x)
+
+
+def _is_held(whole: Value, f: Placement, held: Value, propagation: Propagation, aval: Any) -> Any:
+    """Check whether what devices hold in a form is a value."""
+    if _is_key(whole):
+        whole, held = map(jax.random.key_data, (whole, held))
+    if isinstance(f, Partial):
+        axes = (propagation.axis.name, *f.unreduced_axes)
+        total = (
+            (lambda x: field.fold(lax.psum(field.wide(x), axes))) if is_float(aval) else (lambda x: lax.psum(x, axes))
+        )
+        held = jax.tree.map(total, held)
+    real: Any = True
+    if isinstance(f, Split):
+        whole, n = _cut(whole, f, propagation), propagation.axis.size
+        place = lax.axis_index(propagation.axis.name) * f.chunk + np.arange(f.rows) % f.chunk
+        if f.is_padded(n):
+            leaf = jax.tree.leaves(whole)[0]
+            real = (place < f.size).reshape([-1 if d == f.dim else 1 for d in range(leaf.ndim)])
+    pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(held), strict=True)
+    return jnp.stack([jnp.all((x == y) | ~jnp.asarray(real)) for x, y in pairs]).all()

@@ -1,0 +1,185 @@
+"""Numbers of a finite field in the place of floats: sums, products and quotients are exact, in any order.
+
+A real number becomes an integer modulo the prime P = 2**31 - 1, between -H and H, in an int32. The order of numbers is
+that of these integers. What is not a polynomial (exp, tanh, a factorization) becomes a hash of its operands: the same
+for the same operands, and nothing else. A complex number is a pair; since -1 has no square root modulo P, pairs are a
+field, too.
+"""
+
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+P = 2**31 - 1
+H = P // 2
+_BITS = np.array([(P - 2) >> k & 1 for k in range(31)])
+
+
+class Pair(NamedTuple):
+    """A complex number."""
+
+    real: Any
+    imag: Any
+
+
+Number = Any  # an int32 array of numbers of the field, or a `Pair` of two
+
+
+def wide(x: Any) -> Any:
+    return jnp.asarray(x).astype(jnp.int64)
+
+
+def fold(x: Any) -> Any:
+    """Return integers between -2**62 and 2**62 as numbers of the field."""
+    for _ in range(2):  # 2**31 is 1 modulo P
+        x = (x & P) + (x >> 31)
+    return jnp.where(x > H, x - P, x).astype(jnp.int32)
+
+
+def mul(x: Number, y: Number) -> Number:
+    if isinstance(x, Pair) or isinstance(y, Pair):
+        return _of_pairs(mul, x, y)
+    return fold(wide(x) * wide(y))
+
+
+def add(x: Number, y: Number) -> Number:
+    if isinstance(x, Pair):
+        return Pair(*map(add, x, y))
+    return fold(wide(x) + wide(y))
+
+
+def neg(x: Number) -> Number:
+    return Pair(-x.real, -x.imag) if isinstance(x, Pair) else -x
+
+
+def _of_pairs(multiply: Callable[[Any, Any], Any], x: Number, y: Number) -> Pair:
+    """Multiply numbers, of which one is complex at least, by a product of numbers that are not."""
+    (a, b), (c, d) = (z if isinstance(z, Pair) else Pair(z, None) for z in (x, y))
+    if b is None or d is None:
+        return Pair(multiply(a, c), multiply(a, d) if b is None else multiply(b, c))
+    return Pair(add(multiply(a, c), neg(multiply(b, d))), add(multiply(a, d), multiply(b, c)))
+
+
+def power(x: Number, n: int) -> Number:
+    if n < 0:
+        x, n = inverse(x), -n
+    out = None
+    while n:
+        if n & 1:
+            out = x if out is None else mul(out, x)
+        x, n = mul(x, x), n >> 1
+    return one_like(x) if out is None else out
+
+
+def one_like(x: Number) -> Number:
+    return Pair(jnp.ones_like(x.real), jnp.zeros_like(x.real)) if isinstance(x, Pair) else jnp.ones_like(x)
+
+
+def inverse(x: Number) -> Number:
+    """Return x ** (P - 2), which is 1 / x by Fermat's little theorem; of zero, zero."""
+    if isinstance(x, Pair):
+        norm = inverse(add(mul(x.real, x.real), mul(x.imag, x.imag)))
+        return Pair(mul(x.real, norm), mul(neg(x.imag), norm))
+
+    def turn(k: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        out, base = state
+        return jnp.where(jnp.asarray(_BITS)[k] == 1, mul(out, base), out), mul(base, base)
+
+    return lax.fori_loop(0, 31, turn, (jnp.ones_like(x), x))[0]
+
+
+def product(f: Callable[[Any, Any], Any], x: Number, y: Number) -> Number:
+    """Return f(x, y) for a sum of products `f` of at most 2**21 terms each, which is computed in float64.
+
+    Each number is split into 16 bits twice, and the four products of the halves take three (Karatsuba).
+    """
+    if isinstance(x, Pair) or isinstance(y, Pair):
+        return _of_pairs(functools.partial(product, f), x, y)
+    (a, b), (c, d) = map(_halves, (x, y))
+    exact = lambda x, y: f(x.astype(jnp.float64), y.astype(jnp.float64)).astype(jnp.int64)
+    high, low = exact(a, c), exact(b, d)
+    middle = exact(a + b, c + d) - high - low
+    return fold(wide(fold(wide(fold(high)) * 65536 + middle)) * 65536 + low)
+
+
+def _halves(x: Any) -> tuple[Any, Any]:
+    high = (wide(x) + 32768) >> 16
+    return high, wide(x) - (high << 16)
+
+
+# --- hashes
+
+
+def mix(h: Any, x: Any) -> Any:
+    """Hash `h` and `x`, entry by entry (splitmix64)."""
+    z = h * jnp.uint64(0x9E3779B97F4A7C15) + wide(x).astype(jnp.uint64) + jnp.uint64(0x7F4A7C15)
+    z = (z ^ (z >> 30)) * jnp.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> 27)) * jnp.uint64(0x94D049BB133111EB)
+    return z ^ (z >> 31)
+
+
+def start(name: str) -> Any:
+    return jnp.uint64(zlib.crc32(name.encode()))
+
+
+def number(h: Any) -> Any:
+    return fold((h >> 2).astype(jnp.int64))
+
+
+def hashed(name: str, *xs: Number) -> Any:
+    """Return a number that depends on all of `xs`, entry by entry."""
+    parts = [part for x in xs for part in (x if isinstance(x, Pair) else (x,))]
+    return number(functools.reduce(mix, jnp.broadcast_arrays(*map(jnp.asarray, parts)), start(name)))
+
+
+def positions(name: str, shape: Sequence[int]) -> Any:
+    """Return a number for each place of an array."""
+    return hashed(name, jnp.arange(int(np.prod(shape)))).reshape(shape)
+
+
+def digest(x: Number, dims: int) -> Any:
+    """Return a number that depends on all of the last dimensions."""
+    if isinstance(x, Pair):
+        return hashed("pair", digest(x.real, dims), digest(x.imag, dims))
+    shape = x.shape[x.ndim - dims :]
+    weighed = wide(mul(wide(x) % P, jnp.broadcast_to(positions("digest", shape), x.shape)))
+    return fold(jnp.sum(weighed, axis=tuple(range(x.ndim - dims, x.ndim))))
+
+
+# --- numbers that a program says
+
+
+def embedded(value: Any) -> Any:
+    """Return a constant of a program, whose floats are fractions with a power of two below."""
+    value = np.asarray(value)
+    if jnp.issubdtype(value.dtype, jnp.complexfloating):
+        return Pair(embedded(value.real), embedded(value.imag))
+    value = value.astype(np.float64)
+    mantissa, exponent = np.frexp(np.where(np.isfinite(value), value, 0))
+    shift = (exponent.astype(np.int64) - 53) % 31
+    high, low = np.divmod((mantissa * 2.0**53).astype(np.int64), 1 << 31)
+    out = ((high + low) % P * (1 << shift)) % P
+    out = np.where(out > H, out - P, out)
+    special = np.where(np.isposinf(value), H, np.where(np.isneginf(value), -H, 12345678))
+    return np.where(np.isfinite(value), out, special).astype(np.int32)
+
+
+def drawn(rng: np.random.Generator, shape: Sequence[int], is_complex: bool) -> Any:
+    """Draw a random point."""
+    one = lambda: rng.integers(-H, H + 1, shape, dtype=np.int32)
+    return Pair(one(), one()) if is_complex else one()
+
+
+def root_table(size: int) -> Pair:
+    """Return numbers in the place of the roots of unity: a Fourier transform is a sum of products with these."""
+    return Pair(positions("cos", (size,)), positions("sin", (size,)))
+
+
+def bound(x: Any) -> Any:
+    return jax.tree.map(jnp.asarray, x)

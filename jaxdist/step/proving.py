@@ -1,0 +1,73 @@
+"""Compare a program with its step on every rank (`jaxdist.verify`)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdist.agreement.every_rank import Part, on_every_rank
+from jaxdist.compilation.placed import PlacedStep
+from jaxdist.compilation.signature import Leaf, Signature, is_keys
+from jaxdist.errors import StepError
+from jaxdist.proof.compare import Verified, verified
+from jaxdist.proof.evaluate import is_float
+from jaxdist.step import batch
+from jaxdist.step.leaves import spans
+from jaxdist.step.placer import Placer
+from jaxdist.text import say_once
+
+Exact = Any  # a leaf that is no float; None: a float, which is drawn
+
+
+def verified_on_all(
+    name: str, placer: Placer, placed: PlacedStep, data: Sequence[Leaf], points: int, strict: bool
+) -> Verified:
+    """Return what the ranks have found; a difference on any of them is one on all. Every rank calls it."""
+    call, context = f"verify step {name!r}", placer.context
+    _, told = on_every_rank(context, call, lambda: Part(None, told=_exact(placed, data)))
+    whole = _joined(placed.signature, told, placer)
+    for k in (k for k, aval in enumerate(placed.avals) if is_keys(aval)):
+        whole[k] = jax.random.wrap_key_data(whole[k], impl=jax.random.key_impl(data[k]))
+    _, found = on_every_rank(
+        context, call, lambda: Part(None, told=verified(placed, whole, points, strict)), patient=True
+    )
+    return next((one for one in found if not one), found[0])
+
+
+def require_equal(name: str, placer: Placer, placed: PlacedStep, data: Sequence[Leaf]) -> None:
+    """Raise an error on every rank if a program is not the step (``verify=True``)."""
+    found = verified_on_all(name, placer, placed, data, points=2, strict=False)
+    if found.equal is None:
+        say_once(f"step {name!r}: {found}")
+    elif not found:
+        raise StepError(f"step {name!r}: {found}. Please report it")
+
+
+def _exact(placed: PlacedStep, data: Sequence[Leaf]) -> list[Exact]:
+    """Return this process's part of the leaves that are no floats: labels, counters, keys."""
+
+    def exact(x: Leaf, aval: jax.ShapeDtypeStruct) -> Exact:
+        if is_float(aval):
+            return None
+        x = x.array if type(x) is batch.Part else x
+        if spans(x) and x.is_fully_replicated:
+            x = x.addressable_data(0)
+        if isinstance(x, jax.ShapeDtypeStruct) or spans(x):
+            return np.zeros(aval.shape, aval.dtype)  # there is none, or no process has all of it
+        return np.asarray(jax.random.key_data(x) if is_keys(x) else x)
+
+    return [exact(x, aval) for x, aval in zip(data, placed.avals, strict=True)]
+
+
+def _joined(signature: Signature, told: Sequence[Sequence[Exact]], placer: Placer) -> list[Exact]:
+    """Return whole leaves: of the batch the rows of all ranks, in their order."""
+    first = [ranks[0] for ranks in placer.device_map.sharers] if len(told) > 1 else [0]
+
+    def joined(k: int, is_batch: bool) -> Exact:
+        if told[0][k] is None:
+            return None
+        parts = [told[rank][k] for rank in (first if is_batch else first[:1])]
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+    return [joined(k, is_batch) for k, is_batch in enumerate(signature.is_batch)]
