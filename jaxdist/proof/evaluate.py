@@ -68,7 +68,8 @@ class Evaluator:
         if (body := called(eqn)) is not None:
             return self.run(body, xs)
         if name in _OF_ANY or (has_floats and name in RULES):
-            return RULES[name](self, eqn, xs)
+            outs = RULES[name](self, eqn, xs)
+            return [_rounded(eqn, x) for x in outs] if self.strict and name in _ROUNDED else outs
         if not has_floats:
             return self.bind(eqn, xs)
         if (like := TWINS.get(f"{name} {compat.kernel_name(eqn)}".strip()) or TWINS.get(name)) is not None:
@@ -144,6 +145,12 @@ def _same(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
 
 def _narrowed(name: str, x: Number) -> Number:
     return _by_part(lambda x: jnp.where(x == 0, 0, field.hashed(name, x)), x)
+
+
+def _rounded(eqn: JaxprEqn, x: Number) -> Number:
+    """Return a sum as its type holds it: it is made in 32 bits or more."""
+    dtype = aval_of(eqn.outvars[0]).dtype
+    return _narrowed(str(dtype), x) if dtype.itemsize < 4 else x
 
 
 def _iota(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
@@ -325,6 +332,8 @@ def _of_parts(name: str) -> "Rule":
 Rule = Callable[[Evaluator, JaxprEqn, Sequence[Any]], Sequence[Any]]
 _IN_PLACE = ("sharding_constraint", "device_put", "pvary", "jaxdist_shard", "mesh_cast", "reshard", "jaxdist_plain",
              "name", "optimization_barrier", "layout_constraint", "reduce_precision")  # fmt: skip
+_ROUNDED = {"dot_general", "conv_general_dilated", "ragged_dot_general", "reduce_sum", "cumsum", "scatter-add",
+            "scatter_add", "reduce_window_sum"}  # fmt: skip
 _SCATTERS = ("scatter", *(f"scatter{dash}{kind}" for dash in "-_" for kind in ("add", "sub", "min", "max", "mul")))
 _OF_ANY: Mapping[str, Rule] = {  # of integers alone as well
     "scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map, "custom_linear_solve": _linear_solve,

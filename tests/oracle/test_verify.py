@@ -1,0 +1,204 @@
+"""`jaxdist.verify`: no false alarm; faults are seen, with the operation where each begins."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from catalogue import idioms, kernels, operations
+from harness import oracle
+from harness.check import On, decorated
+from harness.errors import missing, raises
+from jax import lax
+from jax.extend.core import Primitive
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxdist
+from jaxdist.ir.primitives import all_reduce_p  # private: faults are put into what is emitted
+from jaxdist.placements.emit import emitter
+from jaxdist.placements.model import factors
+from jaxdist.step import calls
+
+RNG = np.random.default_rng(0)
+W, X = RNG.normal(size=(6, 5)), RNG.normal(size=(22, 6))
+Function = Callable[..., Any]
+
+# --- no false alarm
+
+MESHES: list[On] = [3, {"data": 2, "model": 2}, 4, {"model": 4}, {"data": 2, "sequence": 2}]
+TURNS = [(name, MESHES[k % 5], k % 4) for k, name in enumerate(idioms.IDIOMS)]
+
+
+@pytest.mark.parametrize(
+    ("name", "on", "level"),
+    [pytest.param(*turn, marks=() if k % 3 == 0 else pytest.mark.slow) for k, turn in enumerate(TURNS)],
+)
+def test_idioms(name: str, on: On, level: int) -> None:
+    rows = 20 if name in idioms.DIVISIBLE else 21
+    case = oracle.idiom(name, rows, level, None)
+    batch = jax.tree.map(lambda x: x[:rows], case.batch(0))
+    step = decorated(case.step, on, batch_argnums=None)
+    assert jaxdist.verify(step, *case.state, batch, points=1)
+
+
+UNCHECKED = {
+    "reduce: extremes of complex numbers": "reduce_max of complex numbers",
+    "reduce: more cumulative": "cumlogsumexp",
+    "reduce: so far, along the batch": "cumlogsumexp",
+    "reduce: approximate top k": "approx_top_k",
+    "reduce: segments": "scatter-mul of indices that may repeat",
+    "index: scatters into a state": "scatter-mul of indices that may repeat",
+    "index: own rows in several ways": "scatter-mul of indices that may repeat",
+}
+OWN = "other: a jaxpr"  # primitives of the catalogue's own, which have no twin
+KNOWN = [name for name in operations.OPERATIONS if name not in UNCHECKED and not name.startswith(OWN)]
+
+
+@pytest.mark.parametrize("names", [KNOWN[k : k + 20] for k in range(0, len(KNOWN), 20)], ids=lambda names: names[0])
+def test_operations(names: list[str]) -> None:
+    run = lambda w, b: {name: operations.OPERATIONS[name](w, b) for name in names}
+    found = jaxdist.verify(decorated(run, 3), operations.state(), operations.batch(7), points=1)
+    assert found, found
+
+
+@pytest.mark.parametrize("name", UNCHECKED)
+def test_what_has_no_counterpart_is_named(name: str) -> None:
+    found = jaxdist.verify(decorated(operations.OPERATIONS[name], 3), operations.state(), operations.batch(7))
+    assert found.equal is None
+    assert not found
+    assert missing([UNCHECKED[name], "catalogue/operations.py"], str(found)) == []
+
+
+@pytest.mark.parametrize("name", ["own attention", "gpu attention", "tpu flash attention", "gpu rms norm"])
+def test_pallas_kernels(name: str) -> None:
+    kernel = kernels.KERNELS[name]
+    assert jaxdist.verify(decorated(kernel.step, 4), kernel.weights, kernel.batch(8), points=1)
+
+
+def test_of_a_kernel_its_twin_is_compared() -> None:
+    p = Primitive("verified_by_twin")
+    p.def_abstract_eval(lambda x: x)
+    step = decorated(lambda w, x: jnp.sin(p.bind(x @ w)).mean(), 4)
+    assert jaxdist.verify(step, W, X).unchecked.startswith("verified_by_twin")
+    jaxdist.placements.register(p, like=lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True))
+    step = decorated(lambda w, x: jnp.sin(p.bind(x @ w)).mean(), 4)
+    assert jaxdist.verify(step, W, X)
+
+
+def test_keys_labels_and_counters_are_those_of_the_call() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        key, count, w = state
+        chosen = w[batch["label"]] * jax.random.normal(key, (22, 5))
+        return (jax.random.split(key)[0], count + 1, w - chosen.sum(0) * (count > 3)), chosen
+
+    labels = {"label": np.arange(22) % 6}
+    assert jaxdist.verify(decorated(step, 4), (jax.random.key(0), 7, jnp.asarray(W)), labels)
+
+
+# --- faults
+
+
+def model(w: Any, x: Any) -> Any:
+    return jnp.mean(jnp.tanh(x @ w["a"]) @ w["b"]) + jnp.sum(w["a"] ** 2)
+
+
+def sgd(w: Any, x: Any) -> Any:
+    loss, gradients = jax.value_and_grad(model)(w, x)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, w, gradients), loss
+
+
+WEIGHTS = {"a": W, "b": RNG.normal(size=(5, 3))}
+
+
+def reduced(change: Function) -> Function:
+    """A fault in what is added up over the devices."""
+    original = emitter.Emitter._reduce
+    return lambda self, i, x, summand: change(original(self, i, x, summand), x, self)
+
+
+def backwards(original: Function) -> Function:
+    return lambda self, x, dim, size: jnp.flip(original(self, x, dim, size), dim)
+
+
+def by_entry(params: Any, ins: Any, outs: Any) -> Any:
+    return factors.Factors(*(tuple(tuple(range(len(shape))) for shape in shapes) for shapes in (ins, outs)))
+
+
+def neighbors(original: Function) -> Function:
+    return lambda self, x, split: original(self, jnp.roll(x, split.chunk, split.dim), split)
+
+
+FAULTS: dict[str, tuple[Any, str, Any, Function, str]] = {
+    "padding counts": (emitter.Emitter, "masked", lambda self, x, split, identity: x, sgd, "reduce_sum"),
+    "a sum is not added up": (
+        emitter.Emitter, "_reduce", reduced(lambda out, x, e: x.astype(out.dtype)), sgd, "div"),
+    "a sum is added up twice": (
+        emitter.Emitter, "_reduce", reduced(lambda out, x, e: all_reduce_p.bind(out, axes=(e.axis,), wire=None)), sgd,
+        "div"),
+    "a sum is off by the last bit": (emitter.Emitter, "_reduce", reduced(lambda out, x, e: out * (1 + 2**-50)), sgd, "div"),
+    "a slice is the neighbor's": (
+        emitter.Emitter, "cut", neighbors(emitter.Emitter.cut), lambda w, x: x + jnp.sort(x, 0), "sort"),
+    "slices are gathered in another order": (
+        emitter.Emitter, "gather", backwards(emitter.Emitter.gather), lambda w, x: jnp.linalg.inv(x.T @ x + x[:6]),
+        "slice"),
+    "a rule says that rows are independent": (
+        factors, "FACTORS", {**factors.FACTORS, "sort": by_entry}, lambda w, x: jnp.sort(x, 0), "sort"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, attribute, fault, step, operation = FAULTS[name]
+    assert jaxdist.verify(decorated(step, 4), WEIGHTS, X)
+    monkeypatch.setattr(where, attribute, fault)
+    found = jaxdist.verify(decorated(step, 4), WEIGHTS, X, points=1)
+    assert found.equal is False
+    assert found.results
+    assert found.operation == operation
+    assert "test_verify.py:" in found.line
+
+
+def test_a_program_that_is_not_the_step_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, compared = calls.require_equal, list[str]()
+    monkeypatch.setattr(calls, "require_equal", lambda name, *args: (compared.append(name), original(name, *args))[1])
+    step = decorated(sgd, 4, verify=True)
+    for rows in (22, 22, 20, 20):
+        step(WEIGHTS, X[:rows])
+    assert compared == ["sgd", "sgd"]  # one for each program
+    monkeypatch.setattr(emitter.Emitter, "_reduce", reduced(lambda out, x, e: 2 * out))
+    with raises(jaxdist.StepError, "sgd", "result[1]", "div", "test_verify.py:"):
+        decorated(sgd, 4, verify=True)(WEIGHTS, X)
+
+
+def test_where_sums_are_rounded_counts_if_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    w, x = jnp.asarray(W, jnp.bfloat16), X.astype(jnp.bfloat16)
+    step = lambda w, x: jax.grad(lambda w: jnp.sin(x @ w).sum())(w)
+    assert jaxdist.verify(decorated(step, 4), w, x, strict=True)
+    monkeypatch.setattr(emitter, "_summed", lambda x, summand, dtype: (x.astype(dtype), lambda y: y))
+    assert jaxdist.verify(decorated(step, 4), w, x)
+    assert not jaxdist.verify(decorated(step, 4), w, x, strict=True)
+
+
+def test_refused() -> None:
+    with raises(ValueError, "points=0"):
+        jaxdist.verify(sgd, WEIGHTS, X, points=0)
+    with raises(ValueError, "compress", "strict"):
+        jaxdist.verify(decorated(sgd, 4, compress="bf16"), WEIGHTS, X, strict=True)
+
+
+# --- functions that are divided without us
+
+
+def test_the_same_function_divided_by_xla_or_by_hand() -> None:
+    over = Mesh(np.array(jax.devices()), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(RNG.normal(size=(16, 4)).astype(np.float32), NamedSharding(over, P("x")))
+    columns = NamedSharding(over, P(None, "x"))
+    by_xla = jax.jit(lambda x: lax.with_sharding_constraint(x @ x.T, columns))
+    assert jaxdist.verify.same(by_xla, lambda x: x @ x.T, x)
+    mean = lambda reduce: jax.shard_map(lambda x: reduce(x.mean(), "x"), mesh=over, in_specs=P("x"), out_specs=P())
+    assert jaxdist.verify.same(mean(lax.pmean), lambda x: x.mean(), x)
+    found = jaxdist.verify.same(mean(lax.psum), lambda x: x.mean(), x)
+    assert (found.equal, found.results) == (False, ("result",))
