@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import numpy as np
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.checkpoint.manifest import IN_SAFETENSORS, named, on_host, stored_form
-from jaxdist.control import scratch
 from jaxdist.extras import need
 from jaxdist.runtime.context import get_context
 from jaxdist.sharding import unshard
@@ -74,7 +74,7 @@ def write(file: Path, leaves: Mapping[str, np.ndarray | str], rename: Mapping[st
         # `np.load` would return types that are not NumPy's own as meaningless bytes.
         if not (np.dtype(x.dtype.type).isbuiltin == 1 if file.suffix == ".npz" else x.dtype.name in IN_SAFETENSORS):
             raise ValueError(f"{name} is {x.dtype}, which {file.suffix} does not have: convert it (x.astype) before")
-    with scratch.folder(f".{file.name}.", str(file.parent)) as folder:
+    with tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent) as folder:
         draft = Path(folder) / file.name
         if file.suffix == ".npz":
             with draft.open("wb") as out:

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import os
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
-from jaxdist.control import scratch
 from jaxdist.data.sources import check_iterable
 from jaxdist.errors import DataError
 from jaxdist.runtime.context import get_context
@@ -239,7 +239,7 @@ def _write(documents: Iterable[Any], encode: Callable[[Any], Any], path: Path, d
         _compare(path, about)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with scratch.folder(f".{path.name}.jaxdist-", str(path.parent)) as folder:  # other jobs may write, too
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:  # other jobs may write, too
         draft = Path(folder, path.name)
         draft.mkdir()
         # One array of NumPy's format, with room in its header for a longer shape.

@@ -7,12 +7,12 @@ import secrets
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from jaxdist.connectors import site
-from jaxdist.control import scratch
 from jaxdist.launch.command import Command
 from jaxdist.launch.hosts import Host, check_hosts
 from jaxdist.launch.mpi import Mpirun, cores, find_mpirun
@@ -75,7 +75,7 @@ def launch(
         **{name: number for name, number in threads.items() if name not in os.environ},
         **environment,
     }
-    with scratch.folder("jaxdist-run-") as folder:
+    with tempfile.TemporaryDirectory(prefix="jaxdist-run-") as folder:
         environment["JAXDIST_JOB"] = folder
         if mpirun is not None:
             check_hosts(hosts)  # MPICH waits for ever for a host that it can't reach

@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 import cloudpickle
 
 from jaxdist import compat, connectors
-from jaxdist.control import failfast, scratch
+from jaxdist.control import failfast
 from jaxdist.errors import in_words
 from jaxdist.runtime.context import Context, init, started
 from jaxdist.runtime.devices import number_asked
@@ -90,7 +91,7 @@ def spawn(
         )
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("jaxdist.spawn was called in another thread than the main one, where Ctrl-C does not arrive")
-    with scratch.folder("jaxdist-spawn-") as name:
+    with tempfile.TemporaryDirectory(prefix="jaxdist-spawn-") as name:
         folder = Path(name)
         _write_task(folder, fn, tuple(args), dict(kwargs or {}))
         command = [sys.executable, "-c", _START.format(path=sys.path, folder=name)]

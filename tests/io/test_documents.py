@@ -191,9 +191,8 @@ def test_text_files_documents_and_rows_that_cannot_be(tmp_path: Path) -> None:
             call()
 
 
-def test_what_killed_runs_have_left_is_removed(tmp_path: Path) -> None:
-    """But nothing of one that still writes."""
-    (tmp_path / ".t.jaxdist-0123abcd" / "t").mkdir(parents=True)
+def test_two_jobs_may_write_one_folder(tmp_path: Path) -> None:
+    """The first to end has it, and nothing is left of the other's."""
 
     def encode(text: str) -> bytes:
         written.append(text)

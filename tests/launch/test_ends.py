@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -195,16 +194,6 @@ def test_output_that_nobody_reads_keeps_no_job(tmp_path: Path, launcher: str, wa
         finally:
             job.kill()
             os.close(reading)
-
-
-def test_the_next_job_removes_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with started("--launcher", "env", RANK, "waits") as job:
-        assert lines(job, 1) == ["ready\n"]
-        job.kill()
-    assert len(list(tmp_path.glob("jaxdist-run-*"))) == 1
-    subprocess.run([sys.executable, "-m", "jaxdist", "run", "--launcher", "env", "echo"], timeout=60, check=True)
-    assert list(tmp_path.glob("jaxdist-run-*")) == []
 
 
 def found(output: str) -> dict[str, Any]:
