@@ -1,37 +1,11 @@
 """The compiler."""
 
-import copy
 import functools
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
-import numpy as np
-
-
-def on_compile(instead: Callable[[Callable[..., Any], Any], Any], program: Callable[..., Any]) -> None:
-    """Have programs that JAX's cache lacks compiled by `instead`, given JAX's own way and the program (private)."""
-    from jax._src import compiler
-
-    original = compiler.backend_compile_and_load
-
-    def compile_(*args: Any) -> Any:
-        return instead(lambda given: original(*given), program(*args))
-
-    compiler.backend_compile_and_load = compile_
-
-
-def for_any_device(options: Any) -> Any:
-    """Options of the compiler; those for one device are the same whichever it is."""
-    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
-
-    given = options.device_assignment
-    if given is None or given.replica_count() * given.computation_count() > 1:
-        return options
-    options = copy.deepcopy(options)
-    options.device_assignment = xla_client.DeviceAssignment.create(np.zeros((1, 1), int))
-    return options
 
 
 def say_on_host(lowered: Any, arguments: Collection[int], kind: str) -> None:

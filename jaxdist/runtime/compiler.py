@@ -1,8 +1,10 @@
 """What each rank traces and compiles its programs with, which must be the same: versions, settings, ``XLA_FLAGS``."""
 
 import os
+import platform as machines
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import jax
 from jaxlib.version import __version__ as jaxlib_version
@@ -67,6 +69,16 @@ def check_processors(processors: Sequence[bytes], facts: Mapping[str, str], who:
             "what the oldest of them has) on every rank, or take communicator 'mpi', whose messages have an order of "
             "their own"
         )
+
+
+def processor() -> bytes:
+    """What XLA may know of this machine's processor."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return machines.platform().encode()
+    names = ("vendor_id", "model name", "flags", "Features", "CPU implementer", "CPU part")
+    return "\n".join(line for line in first if line.startswith(names)).encode()
 
 
 def _model(processor: bytes) -> str:

@@ -20,7 +20,7 @@ from jaxdist.control.channel import Control
 from jaxdist.extras import libtpu_problem
 from jaxdist.machine import Kind, asked_for, kind_of
 from jaxdist.mesh import AXIS, mesh_of
-from jaxdist.runtime import communicator_of, compiler, devices, executables, gloo
+from jaxdist.runtime import communicator_of, compiler, devices, gloo
 
 _log = logging.getLogger("jaxdist")
 
@@ -76,7 +76,6 @@ def jax_started(
     """Choose platform, devices, threads and communicator, and start jax.distributed."""
     if control.size == 1:
         return _alone(control, wanted, lanes, devices_wanted)
-    shared = executables.Executables(control, timeout)  # rank 0 listens before another rank asks
     own = _told_by_this_rank(connector, control, wanted, lanes, devices_wanted)
     told: list[_Told] = control.exchange("init", own, timeout)
     communicator = _agreed(connector, control, told, wanted)
@@ -97,8 +96,6 @@ def jax_started(
     if communicator == "mpi" and len(found) > control.size:
         raise ValueError(f"rank {control.rank}: communicator 'mpi': {communicator_of.ONE_EACH}")
     mesh = mesh_of({AXIS: -1}, found)
-    if own.resources.platform == "cpu":
-        compat.on_compile(shared, executables.LoweredProgram)
     # Beside MPI only where nothing can stand between: it is for programs of the user's own with XLA's collectives.
     if own.over_gloo and (communicator != "mpi" or _one_host(control)):
         control.exchange("barrier", None, timeout)
@@ -130,7 +127,7 @@ def _told_by_this_rank(
         compiler.facts(platform) | {"platform": platform, "lanes": str(lanes)},
         *communicator_of.several(control.size, connector.name, "xla" if lanes else wanted, platform, devices_wanted),
         platform == "cpu" and not compat.backend_started(),
-        executables.processor(),
+        compiler.processor(),
         int(threads) if threads.isdecimal() else 0,
         asked_for(platform),
         lanes,

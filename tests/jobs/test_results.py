@@ -126,7 +126,6 @@ ROWS_OF: list[Row] = [
     Row(["context:sockets"], (RUN,), (FOUR,)),
     Row(["calls:known", "calls:stages"], (RUN,), (MPIRUN, FOUR)),
     Row(["context:broadcasts"], (), (MPIRUN, HAND)),
-    Row(["context:compiled"], (RUN,), (MPIRUN,)),
     Row(["records:evaluations"], (MPIRUN,), (HAND, THREE_PAIRS)),
     Row([word("records:seen", "FOLDER")], (), (RUN, MPIRUN)),
     # How far it is from one device.

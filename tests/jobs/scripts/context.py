@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import quick
 from harness.check import compare
 from harness.errors import raises
 from jax.sharding import NamedSharding
@@ -96,37 +95,3 @@ def broadcasts() -> None:
     with raises(RuntimeError, "root=0", "root=1"):
         ctx.broadcast(1, root=R % 2)
     ctx.barrier(timeout=60)
-
-
-def compiled() -> None:
-    """Programs that all ranks compile, and those of one: each rank runs its own, with its own options."""
-
-    def differs(x: Any) -> Any:
-        return x * (R + 2)
-
-    def shared(x: Any) -> Any:
-        return jnp.sin(x) @ x.T
-
-    def called(x: Any) -> Any:
-        return jax.pure_callback(lambda x: x * (R + 1), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-    x = np.random.default_rng(R).normal(size=(5, 7)).astype(np.float32)
-    out = jax.jit(shared)(x)
-    assert out.devices() == {jax.local_devices()[0]}
-    np.testing.assert_allclose(out, np.sin(x) @ x.T, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(jax.jit(differs)(np.ones(3)), np.full(3, R + 2.0))
-    np.testing.assert_array_equal(jax.jit(called)(np.ones(3)), np.full(3, R + 1.0))
-    ctx.barrier()
-    # One program, and options of each rank's own: what one has compiled is no other's.
-    fast = {"xla_cpu_enable_fast_math": True, "xla_cpu_fast_math_honor_nans": False}
-    fast |= dict.fromkeys(quick.OPTIONS.keys() & {"xla_cpu_use_fusion_emitters"}, True)
-    nan = np.full(3, np.nan)
-    for first in range(2):
-        program = jax.jit(
-            lambda x, first=first: (jnp.sin(x) + first) * jnp.isnan(x), compiler_options=fast if R else {}
-        )
-        if first != R:
-            ctx.barrier()
-        assert np.isnan(program(nan)).any() == (R == 0), first
-        if first == R:
-            ctx.barrier()

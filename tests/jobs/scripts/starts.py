@@ -184,10 +184,10 @@ def listens() -> None:
 def other_processors() -> None:
     """One rank's processor is another; here by name."""
     import jaxdist
-    from jaxdist.runtime import executables  # private: there is one processor here
+    from jaxdist.runtime import compiler  # private: there is one processor here
 
     name = "Mine" if os.environ["RANK"] == "0" else "Yours"
-    executables.processor = lambda: f"model name\t: {name}".encode()
+    compiler.processor = lambda: f"model name\t: {name}".encode()
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *ARGUMENTS])
     jaxdist.init(communicator="xla", timeout=60)
 
