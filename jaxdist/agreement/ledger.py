@@ -15,7 +15,6 @@ import jax
 
 from jaxdist.runtime.context import Context
 
-_NEXT = "the next call"
 _TURNS = 1024  # remembered pairs of calls in a row
 _NAMED = 64  # of the last calls, for messages
 
@@ -37,13 +36,11 @@ class Ledger:
         self._named: deque[str] = deque(maxlen=_NAMED)
         self._last, self._run = b"", 0  # the last call, and how often it was made in a row
         self._turns: dict[tuple[bytes, int], bytes] = {}  # the call that followed a run of equal calls
-        self._announced: dict[int, int] = {}  # where other ranks are that make a call nobody expects
         self._thread: threading.Thread | None = None  # that has made the last call
         self.output: jax.Array | None = None  # an array of its result; None if it has ended
         if context.size > 1:
             self._control.position = lambda: self.count
             self._control.listen("enter", lambda rank, entry: self._waits(rank, *entry))
-            self._control.listen(_NEXT, self._announces)
             self._control.listen("bye", self._left)
 
     def begin(self) -> None:
@@ -59,15 +56,8 @@ class Ledger:
 
     def waits(self, entry: Entry) -> bool:
         """Check whether a call must be compared first: unexpected, awaited by a rank, or after one that failed."""
-        with self._lock:
-            waiting = [entry.position for *_, entry in self._control.waiting.values()]
-            asked = self.count in (*waiting, *self._announced.values())
+        asked = self.count in [place.position for *_, place in list(self._control.waiting.values())]
         return self._context.watchdog.failed or asked or not self._foreseen(entry)
-
-    def announce(self, entry: Entry) -> None:
-        """Announce a call in which the ranks compare outside of the control channel."""
-        if self._control.size > 1 and not self._foreseen(entry):
-            self._control.post(_NEXT, (self.count, entry.text))
 
     def check_all_here(self, step: str) -> None:
         """Nobody has left who should come to the next call, of this step."""
@@ -103,20 +93,13 @@ class Ledger:
 
     # --- the control channel's watcher
 
-    def _announces(self, rank: int, announced: tuple[int, str]) -> None:
-        with self._lock:
-            self._announced[rank] = announced[0]
-        self._waits(rank, *announced, same=True)
-
-    def _waits(self, rank: int, position: int, what: str, same: bool = False) -> None:
+    def _waits(self, rank: int, position: int, what: str) -> None:
         """A rank waits for the others after `position` calls."""
         with self._lock:
             if self.count <= position:
                 return
             at = self.count - position
             mine = self._named[-at] if at <= len(self._named) else "a call long ago"
-        if same and mine == what:
-            return
         if mine == what:
             what = (
                 f"{what} too, but with something new: a state of other types, or kept elsewhere (on the host, on the "

@@ -19,7 +19,6 @@ from jaxdist.agreement.description import Description, difference
 from jaxdist.agreement.ledger import Entry, Ledger
 from jaxdist.collectives import in_step
 from jaxdist.collectives.arguments import checked, describe, each, flat
-from jaxdist.collectives.mpi import HostMpi, reduces
 from jaxdist.communicators import lowering
 from jaxdist.errors import ControlError, in_words
 from jaxdist.mesh import AXIS, mesh_of
@@ -41,7 +40,6 @@ class Outside:
         self._ledger = ctx.only(Ledger)
         self._planned = functools.lru_cache(maxsize=1024)(self._plan)
         self._first = map_of(ctx.mesh).first_devices
-        self._mpi = HostMpi(ctx) if ctx.communicator == "mpi" and ctx.size > 1 else None
 
     @compat.under_no_mesh
     def run(self, kind: str, tree: Any, arguments: dict[str, Any]) -> Any:
@@ -79,27 +77,20 @@ class Outside:
         communicator = ctx.communicator if len(members) > 1 else "xla"
         function, program = _program(kind, tuple(options.items()), devices, communicator)
         each(kind, names, arrays, functools.partial(jax.eval_shape, function))  # raises JAX's error
-        sums = kind == "allreduce" and all(reduces(options["op"], x.dtype) for x in arrays)
-        if self._mpi and groups is None and (sums or kind == "broadcast"):
-            return description, functools.partial(self._mpi.run, **options)
         return description, functools.partial(self._run, program, root in (None, ctx.rank))
 
     def _agree(self, mine: Description) -> None:
         """Wait for all ranks; raise unless all make the same call (a rank with a problem returns)."""
         ctx, number = self._ctx, f"eager collective {self._number}"
         what, entry = f"{mine} ({number})", Entry(mine.fingerprint.to_bytes(8, "little"), str(mine))
-        if not mine.problem:
-            self._ledger.announce(entry)
-        same = self._mpi.same(mine.fingerprint, what) if self._mpi else ctx.size == 1
-        if mine.problem or not same:
-            try:
-                everyone = ctx.control.exchange("an eager collective", mine, ctx.timeout, what)
-            except ControlError as error:
-                raise ControlError(f"{what}: not every rank came to it. {error}") from None
-            if mine.problem:
-                return
-            if len(set(everyone)) > 1:
-                raise ValueError(f"rank {ctx.rank}, {number}: {difference(everyone, _ADVICE)}")
+        try:
+            everyone = ctx.control.exchange("an eager collective", mine, ctx.timeout, what)
+        except ControlError as error:
+            raise ControlError(f"{what}: not every rank came to it. {error}") from None
+        if mine.problem:
+            return
+        if len(set(everyone)) > 1:
+            raise ValueError(f"rank {ctx.rank}, {number}: {difference(everyone, _ADVICE)}")
         self._ledger.enter(entry)
 
     def _run(self, program: Program, gets: bool, arrays: Sequence[Any]) -> list[jax.Array]:

@@ -17,13 +17,6 @@ bits_of = operator.attrgetter("_base_array")
 """The array of integers that an array of typed PRNG keys is made of, as it is."""
 
 
-def release_dropped() -> None:
-    """Let go of host memory of arrays that are gone, as `jax._src.lib` does when Python collects garbage."""
-    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
-
-    _jax.collect_garbage()
-
-
 def backend_started() -> bool:
     """Whether a JAX backend is up. jax 0.10-0.12: no public way to ask without starting one."""
     from jax._src import xla_bridge

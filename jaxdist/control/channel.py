@@ -223,11 +223,6 @@ class Control(Process):
         return [r for r in range(self.size) if r != self.rank]
 
     @property
-    def tags(self) -> set[str]:
-        """The exchanges in which other ranks wait."""
-        return {tag for _, tag, _ in list(self.waiting.values())}
-
-    @property
     def calls(self) -> tuple[int, int]:
         """Return the number of exchanges of this rank, and of calls in its ledger."""
         return self._number, self.position()
