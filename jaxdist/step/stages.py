@@ -1,11 +1,10 @@
 """The stages of a call, as `jax.jit` has them: traced, lowered, and compiled, for the user's own arguments."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
-import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 
 from jaxdist.compilation import modules
 from jaxdist.compilation.program import CompilerOptions, Pinned, Program
@@ -16,14 +15,6 @@ from jaxdist.tracebacks import api_boundary
 P = ParamSpec("P")
 R = TypeVar("R")
 Run = Callable[[Args, dict[str, PyTree], Pinned], PyTree]  # a step, for one program only
-
-
-class _Array(Protocol):
-    """The type of a leaf of a traced step."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    weak_type: bool
 
 
 class Stage(Generic[P, R]):
@@ -49,63 +40,24 @@ class Stage(Generic[P, R]):
         return unflattener(self._out_tree)(values[: self._out_tree.num_leaves])
 
     @property
-    def args_info(self) -> PyTree:
-        """For each argument its type, and whether it is donated."""
-        donated = set(self._program.donated)
-        return self._of_arguments(
-            [jax.stages.ArgInfo(x, i in donated) for i, x in enumerate(self._step.jaxpr.in_avals)]
-        )
-
-    @property
     def in_avals(self) -> PyTree:
         """The types of the arguments."""
         return self._of_arguments(self._step.jaxpr.in_avals)
 
     @property
-    def in_tree(self) -> TreeDef:
-        """The structure of the pair (positional arguments, keyword arguments)."""
-        return jax.tree.structure(self._of_arguments(self._step.jaxpr.in_avals))
-
-    @property
-    def donate_argnums(self) -> tuple[int, ...]:
-        """The positions of donated leaves among all."""
-        return tuple(sorted(self._program.donated))
-
-    @property
     def out_info(self) -> PyTree:
         """The types of the result."""
-        return self._of_result(_types(self._step.jaxpr.out_avals))
+        avals: Any = self._step.jaxpr.out_avals
+        return self._of_result([jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals])
 
 
 class Traced(Stage[P, R]):
     """A step that was traced for a call: ``step.trace(*args)``."""
 
     @property
-    def fun_name(self) -> str:
-        """The name of the step."""
-        return self._program.name
-
-    @property
     def jaxpr(self) -> ClosedJaxpr:
         """The step, on the whole batch and on one device."""
         return self._step.jaxpr
-
-    @property
-    def out_avals(self) -> PyTree:
-        """The types of the result."""
-        return self._of_result(self._step.jaxpr.out_avals)
-
-    def __getattr__(self, name: str) -> Any:
-        """What else JAX's own stage has (`effects`, `lojax`), of the step on one device."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        args, kwargs = self._of_arguments(_types(self._step.jaxpr.in_avals))
-
-        def plain(*args: PyTree, **keywords: PyTree) -> PyTree:
-            leaves = jax.tree.leaves((args, [keywords[key] for key in kwargs]))  # in the order of the call
-            return self._of_result(jaxpr_as_fun(self.jaxpr)(*leaves))
-
-        return getattr(jax.jit(plain).trace(*args, **kwargs), name)
 
     def lower(self) -> "Lowered[P, R]":
         """Return the program of all devices for this call, not compiled. Nothing is sent."""
@@ -113,14 +65,13 @@ class Traced(Stage[P, R]):
 
 
 class Lowered(Stage[P, R]):
-    """The program of all devices for a call: ``step.lower(*args)``; `as_text` and the like as in `jax.stages`."""
+    """The program of all devices for a call: ``step.lower(*args)``; `as_text`, `cost_analysis` as in `jax.stages`."""
 
     def __init__(self, program: Program, run: Run):
         super().__init__(program, run)
         self._lowered = program.lower()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lowered, name)
+        self.as_text, self.cost_analysis = self._lowered.as_text, self._lowered.cost_analysis
 
     def compile(self, compiler_options: CompilerOptions | None = None) -> "Compiled[P, R]":
         """Return the compiled program, with more of XLA's options than the step has. Nothing is sent."""
@@ -130,7 +81,7 @@ class Lowered(Stage[P, R]):
 
 
 class Compiled(Stage[P, R]):
-    """A step that is compiled for the types of one call; `memory_analysis` and the like as in `jax.stages`.
+    """A step that is compiled for the types of one call; `as_text` and analyses as in `jax.stages`.
 
     It is called like the step, with the process's own part of the batch, by every process.
     """
@@ -138,9 +89,8 @@ class Compiled(Stage[P, R]):
     def __init__(self, expected: Program, program: Program, compiled: jax.stages.Compiled, run: Run):
         super().__init__(program, run)
         self._pinned, self._compiled = Pinned(expected, program), compiled
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._compiled, name)
+        self.as_text, self.cost_analysis = compiled.as_text, compiled.cost_analysis
+        self.memory_analysis = compiled.memory_analysis
 
     @api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -151,28 +101,12 @@ class Compiled(Stage[P, R]):
             )
         return self._run(args, kwargs, self._pinned)
 
-    call = __call__
-
     @property
     def input_shardings(self) -> PyTree:
         """How each argument lies on the devices, as (positional arguments, keyword arguments)."""
         return self._of_arguments(self._program.by_leaf(self._compiled.input_shardings[0]))
 
     @property
-    def input_formats(self) -> PyTree:
-        """How each argument lies on the devices and in their memory."""
-        return self._of_arguments(self._program.by_leaf(self._compiled.input_formats[0]))
-
-    @property
     def output_shardings(self) -> PyTree:
         """How each part of the result lies on the devices."""
         return self._of_result(self._compiled.output_shardings)
-
-    @property
-    def output_formats(self) -> PyTree:
-        """How each part of the result lies on the devices and in their memory."""
-        return self._of_result(self._compiled.output_formats)
-
-
-def _types(avals: Sequence[_Array]) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]
