@@ -31,7 +31,7 @@ from jaxdist.mesh import Axis, along
 Communicator = Any  # of mpi4py, which is optional
 Arrays = Sequence[jax.Array]
 Ordered = tuple[jax.Array, Arrays]  # the order after control flow, and its results
-MOST = 2**31 - 1  # most elements per message, since mpi4jax passes MPI a C int. Longer arrays are split
+MOST = 2**31 - 1  # most elements per message, since mpi4jax passes MPI a C int
 
 
 def _call_type(x: Any, token: Any, *, shape: tuple[int, ...], **_: Any) -> Any:
@@ -128,9 +128,6 @@ class MpiLowering(Interpreter):
     def _all_reduce(self, comm: Communicator, x: jax.Array, op: str) -> jax.Array:
         if op in ("max", "min") and jnp.issubdtype(x.dtype, jnp.floating):
             return exchange.extreme(x, op, lambda key: self._all_reduce(comm, key, op))
-        if x.size > MOST:
-            pieces = [self._all_reduce(comm, piece, op) for piece in _pieces(x.reshape(-1))]
-            return jnp.concatenate(pieces).reshape(x.shape)
         # Open MPI adds integers of 8 and 16 bits with saturation where it uses vector instructions.
         is_short = x.dtype == bool or (jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4)
         wide = x.astype(jnp.int32 if is_short else exchange.reducible(x.dtype))
@@ -139,11 +136,6 @@ class MpiLowering(Interpreter):
     def _exchange(self, kind: str, comm: Communicator, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Run an all-gather, or an all-to-all over the leading dimension, of bytes in any dtype."""
         count = x.size // (comm.Get_size() if kind == "alltoall" else 1)
-        if count > MOST:
-            rows = x.reshape(-1, count)  # one row per process, or one row
-            outs = [self._exchange(kind, comm, piece, (comm.Get_size(), piece.shape[1]))
-                    for piece in _pieces(rows)]  # fmt: skip
-            return jnp.concatenate(outs, 1).reshape(shape)
         raw, restore = exchange.bits(x)
         dtype = _mpi_type(raw.dtype)
         out = self._call(
@@ -156,6 +148,11 @@ class MpiLowering(Interpreter):
         shape = tuple(x.shape if shape is None else shape)
         if not x.size:  # nothing to send; MPI libraries differ on counts of zero
             return jnp.zeros(shape, x.dtype)
+        if (count := attributes.get("nitems") or attributes["sendcount"]) > MOST:
+            raise NotImplementedError(
+                f"communicator 'mpi' can't send {count:,} elements at once, more than a C int counts: use communicator "
+                "'xla' for this step"
+            )
         out, self._token = _bind(kind, kind, x, self._token, shape, attributes)
         return out
 
@@ -198,9 +195,6 @@ class MpiLowering(Interpreter):
         mine = comm.Get_rank()
         dest = dict(eqn.params["perm"]).get(mine, null)
         source = {d: s for s, d in eqn.params["perm"]}.get(mine, null)
-        if x.size > MOST:
-            pieces = [self._permute(_, eqn, piece) for piece in _pieces(x.reshape(-1))]
-            return jnp.concatenate(pieces).reshape(x.shape)
         raw, restore = exchange.bits(x)
         dtype = _mpi_type(raw.dtype)
         out = self._call(
@@ -308,11 +302,6 @@ class MpiLowering(Interpreter):
         closed = jax.make_jaxpr(run)(jax.typeof(order), *(v.aval for v in body.invars))
         order, *outs = compat.bind(eqn, {**eqn.params, "jaxpr": closed.jaxpr}, [order, *args])
         return order, outs
-
-
-def _pieces(x: jax.Array) -> list[jax.Array]:
-    """Split `x` along its last dimension into messages that MPI can count."""
-    return [x[..., i : i + MOST] for i in range(0, x.shape[-1], MOST)]
 
 
 def _merge(x: jax.Array, dim: int) -> jax.Array:

@@ -108,7 +108,7 @@ ROWS_OF: list[Row] = [
     Row(["collectives:of_every_dtype"], (MPIRUN,), (RUN,)),
     Row(["collectives:nan_in_a_step"], (MPIRUN,), (RUN,)),
     Row([word("collectives:away", "FOLDER")], (), (MPIRUN,)),
-    Row(["collectives:in_pieces"], (), (MPIRUN,)),
+    Row(["collectives:too_long"], (), (MPIRUN,)),
     Row(["collectives:threads"], (MPIRUN,), (HAND,)),
     Row([word("calls:steps", 0, 3)], (), (RUN,)),
     Row([word("calls:steps", 1, 3)], (MPIRUN,), (PAIRS, TRIPLES)),

@@ -371,11 +371,10 @@ def nan_in_a_step() -> None:
         compare(got, [[np.max(x, 0), np.min(x, 0)] for x in xs])
 
 
-def in_pieces() -> None:
-    """Messages that are too long for one MPI call: all of them are, if a call may carry seven elements."""
+def too_long() -> None:
+    """A message that is too long for an MPI call: all are, if a call may carry seven elements."""
     from jaxdist.communicators import mpi  # private: else it takes messages of 2 GiB
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, raises(NotImplementedError, "8 elements", "communicator 'xla'"):
         patch.setattr(mpi, "MOST", 7)
-        of_jaxdist(1)
-        compare(on_each(ring, x := np.arange(N * 12.0).reshape(N, 3, 4)), x[R - 1])
+        on_each(ring, np.arange(N * 8.0).reshape(N, 8))
