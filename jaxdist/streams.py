@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 
 
 def open_closed() -> None:
@@ -19,6 +20,20 @@ def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # there is none, it is closed, or nobody reads it any more
             stream.flush()
+
+
+@contextlib.contextmanager
+def silenced(number: int) -> Iterator[None]:
+    """Drop what native code writes on a standard stream; what `print` has buffered stays."""
+    flush()
+    kept, null = os.dup(number), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, number)
+    try:
+        yield
+    finally:
+        os.dup2(kept, number)
+        os.close(kept)
+        os.close(null)
 
 
 def write(text: str) -> None:

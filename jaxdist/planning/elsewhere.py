@@ -6,10 +6,9 @@ import dataclasses
 import functools
 import hashlib
 import math
-import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxdist import compat
+from jaxdist import compat, streams
 from jaxdist.compilation.calling import AUTO
 from jaxdist.device_map import DeviceMap
 from jaxdist.extras import libtpu_problem
@@ -198,11 +197,12 @@ class Elsewhere:
 def _compiled(lowered: Any, platform: str, too_large: bool) -> Any:
     """Compile a program; None if it is for TPUs, and so large that XLA can't."""
     if platform != "tpu":
-        with _silence() if platform == "cuda" else contextlib.nullcontext():
+        # XLA for GPUs and TPUs complains on standard error about programs that do not fit.
+        with streams.silenced(2) if platform == "cuda" else contextlib.nullcontext():
             return lowered.compile()
     try:
         # Of a program that does not fit, XLA for TPUs says what it takes only if told to go on.
-        with _silence():
+        with streams.silenced(2):
             return lowered.compile({"xla_tpu_no_crash_on_oom": True})
     except jax.errors.JaxRuntimeError as error:
         wide = " TPUs have no 64-bit floats; XLA imitates some operations on them." * bool(
@@ -212,19 +212,6 @@ def _compiled(lowered: Any, platform: str, too_large: bool) -> Any:
         if too_large or said.startswith("RESOURCE_EXHAUSTED"):
             return None
         raise ValueError(f"XLA can't compile the step for TPUs: {said}.{wide}") from error
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Silence XLA for GPUs and TPUs, which complains on standard error about programs that do not fit."""
-    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(null)
 
 
 def _devices(topology: Topology) -> tuple[list[Any], str, list[str]]:
