@@ -1,15 +1,12 @@
 """`run_log`: metrics of a training run in a file, and progress on the root's standard error."""
 
-import contextlib
 import json
 import logging
 import math
 import operator
 import os
-import queue
 import shutil
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -41,7 +38,7 @@ _log = logging.getLogger("jaxdist")
 class _Entry:
     step: int
     metrics: dict[str, Any]
-    ended: float = 0.0  # time at which its arrays were ready, by `time.monotonic`; 0 if unknown
+    ended: float = 0.0  # time at which its arrays were seen to be ready, by `time.monotonic`
 
 
 class RunLog:
@@ -57,9 +54,6 @@ class RunLog:
         self._shown: _Entry | None = None
         self._latest: dict[str, float] = {}  # the latest value of each metric
         self._pending: deque[_Entry] = deque()
-        self._running: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
-        # A daemon thread, since arrays of a failed job may never arrive.
-        self._timer = threading.Thread(target=_note_ends, args=[self._running], name="jaxdist-log", daemon=True)
 
     def __call__(self, step: SupportsIndex, **metrics: Any) -> None:
         """Log the metrics of a step."""
@@ -86,9 +80,7 @@ class RunLog:
         if self._file is None:
             _drop_from(self._path, step)
             self._file = self._path.open("a")
-            self._timer.start()
-        self._pending.append(entry := _Entry(step, metrics))
-        self._running.put(entry)
+        self._pending.append(_Entry(step, metrics))
         self._write(self._file, wait=False)
 
     def _write(self, file: TextIO, wait: bool) -> None:
@@ -96,7 +88,7 @@ class RunLog:
         while self._pending and (wait or len(self._pending) > _AHEAD or _ready(self._pending[0])):
             entry = self._pending.popleft()
             metrics = {name: _number(entry.step, name, x) for name, x in entry.metrics.items()}
-            entry.ended = entry.ended or time.monotonic()
+            entry.ended = time.monotonic()
             rates = self._rates(self._written, entry)
             if self._written is None or entry.step > self._written.step:  # else an evaluation after the step
                 self._written = entry
@@ -146,11 +138,8 @@ class RunLog:
         self._closed = True
         if self._file is None:
             return
-        self._running.put(None)
         try:
             self._write(self._file, wait=error is None)
-            if error is None:  # inside JAX at interpreter exit, it aborts the process
-                self._timer.join()
         finally:
             self._file.close()
             self._show()
@@ -166,9 +155,9 @@ def run_log(
 ) -> RunLog:
     """Log metrics to ``path/metrics.jsonl``, and progress to the root's standard error. Every rank calls it.
 
-    A line is a JSON object with ``step``, ``time`` (of the step's end, in seconds since 1970), the metrics, and
-    ``examples_per_s`` and ``tokens_per_s``; NaN and infinities are strings. A run that restarts at step k replaces the
-    lines from k on; the previous file is ``metrics.jsonl.bak``.
+    A line is a JSON object with ``step``, ``time`` (when the log saw the step's end, in seconds since 1970), the metrics,
+    and ``examples_per_s`` and ``tokens_per_s``; NaN and infinities are strings. A run that restarts at step k replaces
+    the lines from k on; the previous file is ``metrics.jsonl.bak``.
 
     Args:
       path: the folder. It is created if necessary.
@@ -205,17 +194,6 @@ def run_log(
     on_every_rank(ctx, "run_log", prepare, raises=(OSError,))
     sizes = {"examples_per_s": examples_per_step, "tokens_per_s": tokens_per_step}
     return RunLog(file, ctx.is_root, total, {name: n for name, n in sizes.items() if n is not None}, sinks)
-
-
-def _note_ends(entries: queue.SimpleQueue[_Entry | None]) -> None:
-    """Record the end of each step; a host that is ahead of its device would see it too late."""
-    while (entry := entries.get()) is not None:
-        x = None
-        for x in entry.metrics.values():
-            with contextlib.suppress(RuntimeError):  # donated or failed: `_number` raises the error
-                jax.block_until_ready(x)
-        entry.ended = entry.ended or time.monotonic()
-        del entry, x  # otherwise they would live until the next step ends
 
 
 def _ready(entry: _Entry) -> bool:
