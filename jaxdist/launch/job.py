@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -16,7 +15,6 @@ from jaxdist.connectors import site
 from jaxdist.launch.command import Command
 from jaxdist.launch.hosts import Host, check_hosts
 from jaxdist.launch.mpi import Mpirun, cores, find_mpirun
-from jaxdist.launch.output import say
 from jaxdist.launch.processes import Ended, Job
 
 Launcher = Literal["auto", "mpirun", "env"]  # who starts the ranks
@@ -76,23 +74,12 @@ def launch(
         **environment,
     }
     with tempfile.TemporaryDirectory(prefix="jaxdist-run-") as folder:
-        environment["JAXDIST_JOB"] = folder
         if mpirun is not None:
             check_hosts(hosts)  # MPICH waits for ever for a host that it can't reach
             commands = [mpirun.command(command, size, hosts, environment, folder, prefix)]
         else:
             commands = _on_this_machine(command, size, environment, prefix)
-        ended = Job(commands).run()
-        joined = Path(folder, "joined").exists() or not all(host.local for host in hosts)  # or not to be seen from here
-        if size > 1 and ended.code == 0 and not joined and any(map(_imports_jax, command)):
-            say(f"no rank has come to jaxdist.init or to a decorated step: each of the {size} has worked by itself")
-        return ended
-
-
-def _imports_jax(name: str) -> bool:
-    """Whether a file is a script that imports JAX or jaxdist, and joins no job in a way of its own."""
-    text = Path(name).read_text(errors="replace") if name.endswith(".py") and Path(name).is_file() else ""
-    return bool(re.search(r"^\s*(import|from) jax", text, re.M)) and not re.search("mpi4py|distributed.init", text)
+        return Job(commands).run()
 
 
 def _on_this_machine(command: list[str], size: int, environment: Mapping[str, str], prefix: bool) -> list[Command]:

@@ -155,9 +155,9 @@ def run_log(
 ) -> RunLog:
     """Log metrics to ``path/metrics.jsonl``, and progress to the root's standard error. Every rank calls it.
 
-    A line is a JSON object with ``step``, ``time`` (when the log saw the step's end, in seconds since 1970), the metrics,
-    and ``examples_per_s`` and ``tokens_per_s``; NaN and infinities are strings. A run that restarts at step k replaces
-    the lines from k on; the previous file is ``metrics.jsonl.bak``.
+    A line is a JSON object with ``step``, ``time`` (when the log saw the step's end, in seconds since 1970), the
+    metrics, and ``examples_per_s`` and ``tokens_per_s``; NaN and infinities are strings. A run that restarts at step k
+    replaces the lines from k on; the previous file is ``metrics.jsonl.bak``.
 
     Args:
       path: the folder. It is created if necessary.

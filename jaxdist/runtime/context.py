@@ -1,6 +1,5 @@
 """`init`, and the `Context` it makes: who am I, who else is there, which devices are ours."""
 
-import contextlib
 import math
 import operator
 import os
@@ -8,7 +7,6 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 from jax.sharding import Mesh
@@ -232,8 +230,6 @@ def init(
         timeout = _timeout(timeout)
         streams.open_closed()
         found = connectors.connect(connector, timeout=timeout, rank=rank, size=size)
-        with contextlib.suppress(KeyError, OSError):  # no `jaxdist run`, or on another host
-            Path(os.environ["JAXDIST_JOB"], "joined").touch()
         control = start.control_of(found, timeout)
         watchdog = Watchdog(control, timeout)
         failfast.install(control)  # from here on, a failure of one rank ends the job
