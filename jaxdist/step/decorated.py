@@ -27,8 +27,7 @@ from jaxdist.proof.compare import Verified
 from jaxdist.runtime.context import Context, get_context, machine_of
 from jaxdist.step import batch
 from jaxdist.step.calls import Arguments, Calls
-from jaxdist.step.donated import check_not_donated
-from jaxdist.step.leaves import abstract, on_one_device, sharding_over_any
+from jaxdist.step.leaves import abstract, sharding_over_any
 from jaxdist.step.proving import verified_on_all
 from jaxdist.step.stages import Lowered, Traced
 from jaxdist.text import name_of
@@ -75,27 +74,16 @@ class DataParallel(Generic[P, R]):
     def _outermost(self, args: Args, kwargs: dict[str, PyTree], pinned: Pinned | None = None) -> PyTree:
         calls, config, keywords = self._calls(args, kwargs), cast("Any", jax.config), ()
         if config.jax_disable_jit:
-            return self._op_by_op(calls, args, kwargs)
+            raise StepError(
+                f"step {self._base!r}: jax.disable_jit() runs a step in Python, on one device. Call the plain step "
+                "there, step.__wrapped__, in one process with the whole batch (python train.py)"
+            )
         if kwargs or self._settings.calling.static:
             args, keywords = self._settings.calling.arrange(args, kwargs)
         if config.jax_debug_nans or config.jax_debug_infs:  # counted in the step: JAX would look in our code
             with calls.cache.looking_for((config.jax_debug_nans, config.jax_debug_infs)):
                 return calls.run(args, keywords, pinned)
         return calls.run(args, keywords, pinned)
-
-    def _op_by_op(self, calls: Calls, args: Args, kwargs: dict[str, PyTree]) -> PyTree:
-        """The plain step in Python, under `jax.disable_jit`."""
-        if calls.context.size > 1:
-            raise StepError(
-                f"step {self._base!r}: jax.disable_jit() runs a step in Python, without the other ranks. Use it in one "
-                "process, with the whole batch (python train.py)"
-            )
-        arranged, keywords = self._settings.calling.arrange(args, kwargs)
-        check_not_donated(self._base, self._settings.calling, arranged, keywords, jax.tree.leaves(arranged))
-        with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):  # JAX's check would name the copy
-            local = lambda x: x if modules.has_objects(x) else jax.tree.map(on_one_device, x)
-            args, kwargs = tuple(map(local, args)), {name: local(x) for name, x in kwargs.items()}
-        return self._plain(args, kwargs)
 
     def _plain(self, args: Args, kwargs: dict[str, PyTree]) -> PyTree:
         """The undecorated step."""

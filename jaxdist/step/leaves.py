@@ -1,11 +1,10 @@
 """The leaves of a call: their types, and whether they are sharded."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxdist.compilation.signature import NUMBERS, Leaf, is_array, is_keys
+from jaxdist.compilation.signature import Leaf
 from jaxdist.placements.model.layouts import Padded, physical
 from jaxdist.step import batch
 
@@ -27,15 +26,6 @@ def abstract(x: Leaf) -> jax.ShapeDtypeStruct:
     """The type of a leaf as the step sees it; the leaf may be a type itself."""
     aval = jax.typeof(x.array if type(x) in (Padded, batch.Part) else x)
     return jax.ShapeDtypeStruct(np.shape(x), aval.dtype, weak_type=aval.weak_type)
-
-
-def on_one_device(x: Leaf) -> Leaf:
-    """Return a leaf as an array on one device; numbers and leaves that are not arrays stay unchanged."""
-    if isinstance(x, NUMBERS) or not is_array(x):
-        return x
-    if is_keys(x):
-        return jax.random.wrap_key_data(on_one_device(jax.random.key_data(x)), impl=jax.random.key_impl(x))
-    return jnp.asarray(np.asarray(x))
 
 
 def sharding_over_any(x: Leaf) -> NamedSharding | None:

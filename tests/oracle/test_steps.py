@@ -251,8 +251,6 @@ def test_debug_nans_names_the_leaf_and_keeps_the_state() -> None:
     close(found, W - 0.2 * np.log(abs(X)).mean(0))
     with jax.debug_infs(True), raises(FloatingPointError, "result[1]", "infinite"):
         step(found, abs(X))
-    with jax.debug_nans(True), jax.disable_jit(), raises(FloatingPointError, "log"):
-        step(w, X)
 
 
 def test_debug_nans_does_not_fire_on_padding() -> None:
@@ -262,19 +260,10 @@ def test_debug_nans_does_not_fire_on_padding() -> None:
         check(f, x, on=4, batch_argnums=0)
 
 
-def test_disable_jit_runs_the_step_as_it_is() -> None:
-    seen = []
-
-    def step(w: Any, x: Any) -> Any:
-        seen.append(type(w))
-        return w - x.mean(0)
-
-    many, named = jaxdist.data_parallel(step), jaxdist.data_parallel(lambda w, x: w - lax.pmean(x.mean(0), "batch"))
-    w = many(W, X)
-    with jax.disable_jit():
-        close(many(w, X), W - 2 * X.mean(0))
-        close(named(W, X), W - X.mean(0))
-    assert not issubclass(seen[-1], jax.core.Tracer)
+def test_disable_jit_is_refused() -> None:
+    step = jaxdist.data_parallel(lambda w, x: w - x.mean(0))
+    with jax.disable_jit(), raises(TypeError, "disable_jit", "step.__wrapped__"):
+        step(W, X)
 
 
 def test_no_tracer_outlives_its_trace_and_no_warning_is_made() -> None:

@@ -207,8 +207,6 @@ def refused() -> None:
             again(own, X[0])
     with jax.debug_nans(True), raises(FloatingPointError, "loss_of", "NaN"):
         over(loss_of)(W, nan)
-    with jax.disable_jit(), raises(TypeError, "disable_jit", "one process"):
-        over(loss_of)(W, X[R])
 
 
 def said() -> None:
