@@ -20,13 +20,6 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def main(context: typer.Context) -> None:
-    # `run` does not need KeyboardInterrupt: it has nothing to clean up before it catches signals.
-    if context.obj is not None and context.invoked_subcommand != "run":
-        context.obj()
-
-
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(info)
 app.command("test")(self_test)

@@ -152,17 +152,6 @@ def test_a_signal_that_is_ignored_stays_ignored_here_and_in_the_ranks(name: str)
         assert job.wait(timeout=30) == 143
 
 
-def test_ctrl_c_while_the_command_is_imported_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "typer.py").write_text("import time\nprint('READY', flush=True)\ntime.sleep(60)\n")
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    with started("train.py", stderr=subprocess.PIPE, env=environment) as process:
-        assert lines(process, 1) == ["READY\n"]
-        process.send_signal(signal.SIGINT)
-        out, errors = process.communicate(timeout=30)
-    assert (out, errors.count("\n"), "interrupted" in errors) == ("", 1, True)
-    assert process.returncode == 130
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "how"),
