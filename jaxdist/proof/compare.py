@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as S
 
 from jaxdist.communicators import lowering
 from jaxdist.compilation.placed import PlacedStep
 from jaxdist.mesh import passes
 from jaxdist.placements.emit.emitter import Emitter, local_types
-from jaxdist.placements.model.layouts import Cut, Layout, layout_of
+from jaxdist.placements.model.layouts import Cut, Layout, layout_of, sharding
 from jaxdist.placements.model.strategy import Propagation, in_short
 from jaxdist.placements.model.values import Partial, Placement, Split
 from jaxdist.proof import field
@@ -166,8 +165,7 @@ class Comparison:
 
         def placed(x: Any) -> jax.Array:
             x = np.asarray(_extended(x, layout.cuts) if layout else x)
-            spec = NamedSharding(self.placed.mesh, _spec(layout))
-            return jax.make_array_from_callback(x.shape, spec, lambda index: x[index])
+            return jax.make_array_from_callback(x.shape, sharding(self.placed.mesh, layout), lambda index: x[index])
 
         if _is_key(x):
             return jax.random.wrap_key_data(placed(jax.random.key_data(x)), impl=jax.random.key_impl(x))
@@ -206,13 +204,6 @@ def _extended(x: Any, cuts: Sequence[Cut]) -> Any:
     if not any(c.pad for c in inner):
         return x
     return np.concatenate([_extended(part, inner) for part in np.split(x, cut.parts, cut.dim)], cut.dim)
-
-
-def _spec(layout: Layout | None) -> S:
-    if layout is None:
-        return S()
-    rank = 1 + max(layout.dims, default=-1)
-    return S(*(layout.axes(d) or None for d in range(rank)))
 
 
 # --- where it begins

@@ -285,14 +285,19 @@ def _while(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     params = eqn.params
     first, second = params["cond_nconsts"], params["body_nconsts"]
     tested, constant, start = xs[:first], xs[first : first + second], list(xs[first + second :])
-    condition = params["cond_jaxpr"]
-    is_bounded = any(is_float(aval_of(v)) for inner in condition.jaxpr.eqns for v in inner.invars)
+    is_bounded = any(is_float(aval_of(v)) for inner in params["cond_jaxpr"].jaxpr.eqns for v in inner.invars)
 
     def goes_on(state: tuple[Any, list[Any]]) -> Any:
-        goes_on = e.run(condition, [*tested, *state[1]])[0]
+        goes_on = jnp.any(e.run(params["cond_jaxpr"], [*tested, *state[1]])[0])
         return goes_on & (state[0] < _LONGEST) if is_bounded else goes_on
 
-    turn = lambda state: (state[0] + 1, e.run(params["body_jaxpr"], [*constant, *state[1]]))
+    def turn(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+        done, new = state[1], e.run(params["body_jaxpr"], [*constant, *state[1]])
+        if (runs := e.run(params["cond_jaxpr"], [*tested, *done])[0]).ndim:  # of `jax.vmap`: some examples are done
+            among = lambda x: runs.reshape(*runs.shape, *(1,) * (x.ndim - runs.ndim))
+            new = jax.tree.map(lambda x, y: jnp.where(among(x), x, y), new, done)
+        return state[0] + 1, new
+
     return lax.while_loop(goes_on, turn, (jnp.int32(0), start))[1]
 
 
@@ -362,7 +367,8 @@ RULES: dict[str, Rule] = {
                      "hessenberg", "eig", "tridiagonal_solve", "cholesky_update"), _of_matrices),
     **{name: _of_parts(name) for name in ("complex", "conj", "real", "imag")},
     "clamp": lambda e, eqn, xs: [jnp.minimum(jnp.maximum(xs[1], xs[0]), xs[2])],
-    "empty": lambda e, eqn, xs: [e.constant(np.zeros(aval_of(v).shape, aval_of(v).dtype)) for v in eqn.outvars],
+    **dict.fromkeys(("empty", "empty2"), lambda e, eqn, xs: [e.constant(np.zeros(a.shape, a.dtype))
+                                                             for a in map(aval_of, eqn.outvars)]),
     "is_finite": lambda e, eqn, xs: [jnp.ones(aval_of(eqn.outvars[0]).shape, bool)],
     "mul": lambda e, eqn, xs: [field.mul(*xs)], "square": lambda e, eqn, xs: [field.mul(xs[0], xs[0])],
     "div": lambda e, eqn, xs: [field.mul(xs[0], field.inverse(xs[1]))],

@@ -124,7 +124,8 @@ def backwards(original: Function) -> Function:
 
 
 def by_entry(params: Any, ins: Any, outs: Any) -> Any:
-    return factors.Factors(*(tuple(tuple(range(len(shape))) for shape in shapes) for shapes in (ins, outs)))
+    operands, results = (tuple(tuple(range(len(shape))) for shape in shapes) for shapes in (ins, outs))
+    return factors.Factors(operands, results)
 
 
 def neighbors(original: Function) -> Function:
@@ -138,7 +139,8 @@ FAULTS: dict[str, tuple[Any, str, Any, Function, str]] = {
     "a sum is added up twice": (
         emitter.Emitter, "_reduce", reduced(lambda out, x, e: all_reduce_p.bind(out, axes=(e.axis,), wire=None)), sgd,
         "div"),
-    "a sum is off by the last bit": (emitter.Emitter, "_reduce", reduced(lambda out, x, e: out * (1 + 2**-50)), sgd, "div"),
+    "a sum is off by the last bit": (emitter.Emitter, "_reduce", reduced(lambda out, x, e: out * (1 + 2**-50)), sgd,
+                                     "div"),
     "a slice is the neighbor's": (
         emitter.Emitter, "cut", neighbors(emitter.Emitter.cut), lambda w, x: x + jnp.sort(x, 0), "sort"),
     "slices are gathered in another order": (
