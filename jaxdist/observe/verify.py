@@ -8,7 +8,7 @@ from jaxdist.step.data_parallel import data_parallel
 from jaxdist.step.decorated import DataParallel
 
 
-class _Verify:
+class Verify:
     """Compare a step with its program of several devices, without tolerance and without training.
 
     Both are evaluated with numbers of a finite field in the place of floats: integers modulo the prime 2**31 - 1, in
@@ -75,4 +75,4 @@ class _Verify:
         return compared(f, g, args, points, strict)
 
 
-verify = _Verify()
+verify = Verify()

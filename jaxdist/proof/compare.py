@@ -59,18 +59,28 @@ class Verified:
         return f"{differ}, from {place} on: a device should hold its result {self.placement}"
 
 
-def verified(placed: PlacedStep, whole: Sequence[Any], count: int, strict: bool) -> Verified:
-    """Compare a step with its program at some points; `whole` has the leaves of the arguments that are no floats."""
+def verified(
+    placed: PlacedStep, whole: Sequence[Any], count: int, strict: bool, on_all: Callable[[list[int]], list[int]]
+) -> Verified:
+    """Compare a step with its program. Every rank calls it.
+
+    Args:
+      placed: the step, and its program.
+      whole: the leaves of the arguments that are no floats.
+      count: the number of points.
+      strict: see `Evaluator`.
+      on_all: returns the results that differ on any rank, given those that differ on this one.
+    """
     if strict and placed.compress:
         raise ValueError("strict=True with compress=: gradients are rounded, as it says, before they are added up")
     comparison = Comparison(placed, strict)
     try:
         for xs in points(placed.avals, whole, count):
-            if differing := comparison.differing(xs):
+            if differing := on_all(comparison.differing(xs)):
                 return first_difference(comparison, xs, [_name(placed, k) for k in differing])
-    except UncheckedError as problem:
+    except UncheckedError as problem:  # of the program, and so on every rank
         return Verified(None, 0, 0, unchecked=str(problem))
-    return Verified(True, comparison.operations(), count)
+    return Verified(True, len(placed.step.jaxpr.eqns), count)
 
 
 def points(avals: Sequence[Any], whole: Sequence[Any], count: int) -> Iterator[list[Value]]:
@@ -134,9 +144,6 @@ class Comparison:
         self._step = jax.jit(lambda xs: self.evaluator.run(placed.step.jaxpr, xs))
         self._program = program or placed.emitted[0]
         self._parts = jax.jit(self._run)
-
-    def operations(self) -> int:
-        return len(self.placed.step.jaxpr.eqns)
 
     def differing(self, xs: Sequence[Value]) -> list[int]:
         """Return the results, by number, whose parts on this process's devices are not those of the step's."""
@@ -241,8 +248,8 @@ def first_difference(comparison: Comparison, xs: Sequence[Value], results: Seque
         if not same.all():
             node, i, _ = recorder.held[int(np.argmin(same))]
             found = node.label, node.line, in_short(propagation.placements[i])
-            return Verified(False, comparison.operations(), 1, tuple(results), *found)
-    return Verified(False, comparison.operations(), 1, tuple(results))
+            return Verified(False, len(placed.step.jaxpr.eqns), 1, tuple(results), *found)
+    return Verified(False, len(placed.step.jaxpr.eqns), 1, tuple(results))
 
 
 def _evaluated(evaluator: Evaluator, propagation: Propagation, xs: Sequence[Value]) -> dict[int, Value]:

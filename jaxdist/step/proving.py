@@ -23,16 +23,18 @@ Exact = Any  # a leaf that is no float; None: a float, which is drawn
 def verified_on_all(
     name: str, placer: Placer, placed: PlacedStep, data: Sequence[Leaf], points: int, strict: bool
 ) -> Verified:
-    """Return what the ranks have found; a difference on any of them is one on all. Every rank calls it."""
+    """Compare a program with its step. A difference on any rank is one on all. Every rank calls it."""
     call, context = f"verify step {name!r}", placer.context
     _, told = on_every_rank(context, call, lambda: Part(None, told=_exact(placed, data)))
     whole = _joined(placed.signature, told, placer)
     for k in (k for k, aval in enumerate(placed.avals) if is_keys(aval)):
         whole[k] = jax.random.wrap_key_data(whole[k], impl=jax.random.key_impl(data[k]))
-    _, found = on_every_rank(
-        context, call, lambda: Part(None, told=verified(placed, whole, points, strict)), patient=True
-    )
-    return next((one for one in found if not one), found[0])
+
+    def on_all(differing: list[int]) -> list[int]:
+        _, told = on_every_rank(context, call, lambda: Part(None, told=differing), patient=True)
+        return sorted({k for of_rank in told for k in of_rank})
+
+    return verified(placed, whole, points, strict, on_all)
 
 
 def require_equal(name: str, placer: Placer, placed: PlacedStep, data: Sequence[Leaf]) -> None:

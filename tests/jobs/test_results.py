@@ -113,6 +113,7 @@ ROWS_OF: list[Row] = [
     Row([word("calls:steps", 0, 3)], (), (RUN,)),
     Row([word("calls:steps", 1, 3)], (MPIRUN,), (PAIRS, TRIPLES)),
     Row([word("calls:steps", 2, 3)], (), (HAND, PAIRS)),
+    Row(["calls:verified"], (RUN, MPIRUN), (THREE, PAIRS)),
     Row(["calls:refused"], (RUN,), (MPIRUN,)),
     Row(["calls:said"], (RUN,), (THREE, PAIRS)),
     Row(["state:compared"], (RUN, PAIRS), (FOUR,)),

@@ -62,6 +62,14 @@ def test_all_is_well_with_two_devices_each(jaxdist: Jaxdist) -> None:
     assert missing(("communicator xla: 4 x cpu", "ok  ZeRO level 3", "All is well."), done.stdout) == []
 
 
+@pytest.mark.slow
+def test_your_own_step_is_verified(jaxdist: Jaxdist) -> None:
+    script = Path(__file__).parent / "scripts" / "planned.py"
+    done = jaxdist("test", f"{script}:make", timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert missing(("communicator xla: 2 x cpu", "planned.py:make: equal: "), done.stdout) == []
+
+
 def test_a_wrong_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     get_context()
     monkeypatch.setattr("jaxdist.cli.selftest._TOLERANCE", -1.0)  # private: none is wrong here

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxdist
+from jaxdist.placements.emit import emitter  # private: a fault is put into what is emitted
 
 ctx = jaxdist.get_context()
 R, N = ctx.rank, ctx.size
@@ -256,3 +257,25 @@ def stages() -> None:
         close((w, loss), (plain, expected))
     with raises(TypeError, "compiled", f"float64[{N * (ROWS - 3)},3]"):
         compiled(w, X[R][3:], Y[R][3:])
+
+
+def verified() -> None:
+    """On each rank: an equal program, and one that differs on the last rank alone."""
+    labels = np.arange(ROWS) + 7 * R
+
+    def step(state: Any, x: Any, label: Any) -> Any:
+        key, w = state
+        chosen = jnp.where(label[:, None] % 3 == 0, x, jnp.tanh(x)) @ w + jax.random.normal(key, (N * ROWS,))
+        return (key, w - 0.1 * chosen.mean()), jnp.cumsum(chosen)
+
+    state = jax.random.key(0), W
+    found = jaxdist.verify(jaxdist.data_parallel(step, batch_argnums=("x", "label")), state, X[R], labels)
+    assert found, found
+    jaxdist.data_parallel(descend, batch_argnums="x", verify=True)(W, X[R])
+    original = emitter.Emitter._reduce
+    emitter.Emitter._reduce = lambda self, i, x, summand: original(self, i, x, summand) * (2 if R == N - 1 else 1)
+    try:
+        found = jaxdist.verify(jaxdist.data_parallel(descend, batch_argnums="x"), W, X[R])
+        assert (found.equal, found.results) == (False, ("result",)), found
+    finally:
+        emitter.Emitter._reduce = original
