@@ -160,12 +160,17 @@ class Comparison:
     def on_devices(self, f: Callable[..., Sequence[Value]], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """Run a function on each device of the mesh; its collectives go over the step's communicator."""
 
-        def local(*xs: Value) -> Sequence[Value]:
+        def local(zero: Any, xs: Sequence[Value]) -> Sequence[Value]:
             made, results = jax.make_jaxpr(f, return_shape=True)(*xs)
-            leaves = lowering(self.placed.communicator, self.mesh).run(made, *jax.tree.leaves(xs))
-            return jax.tree.unflatten(jax.tree.structure(results), leaves)
+            leaves = jax.tree.leaves(xs)
+            if not any(x.size for x in leaves):  # XLA can't divide a program all of whose arguments are empty
+                leaves = lax.optimization_barrier((zero, *leaves))[1:]
+            outs = lowering(self.placed.communicator, self.mesh).run(made, *leaves)
+            return jax.tree.unflatten(jax.tree.structure(results), outs)
 
-        return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        specs = {"in_specs": (S(), in_specs), "out_specs": out_specs}
+        run = jax.shard_map(local, mesh=self.mesh, check_vma=False, **specs)
+        return lambda *xs: run(0, xs)
 
     def _placed(self, layout: Layout | None, x: Value) -> Value:
         """Put an argument on the mesh, with padding as it may be there."""
