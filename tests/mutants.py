@@ -82,6 +82,18 @@ MUTANTS: list[Mutant] = [
            "tests/oracle/test_own_rules.py -k rows_of_groups"),
     Mutant("heads of keys are as many as of queries", "jaxdist/placements/model/named_kernels.py",
            "units[k, heads_at] = shared", "pass", "tests/oracle/test_own_rules.py -k cudnn"),
+    # --- verify
+    Mutant("no result differs", "jaxdist/proof/compare.py", "if not self._is_part(k, x, y)]", "if False]",
+           "tests/oracle/test_verify.py -k faults"),
+    Mutant("a difference is seen where a device holds padding", "jaxdist/proof/compare.py",
+           "wanted, real = layout.padded(wanted), layout.padded(real)", "wanted, real = layout.padded(wanted), real",
+           "tests/oracle/test_verify.py -k types"),
+    Mutant("any operation is one of entries", "jaxdist/proof/evaluate.py",
+           "if is_elementwise(eqn.primitive) and len(eqn.outvars) == 1:", "if len(eqn.outvars) == 1:",
+           "tests/oracle/test_verify.py -k counterpart"),
+    Mutant("rounding a sum changes nothing if strict", "jaxdist/proof/evaluate.py",
+           "return _narrowed(str(dtype), x) if dtype.itemsize < 4 else x", "return x",
+           "tests/oracle/test_verify.py -k strict"),
     # --- placements, precision, calling, plans
     Mutant("a padded end is not masked", "jaxdist/placements/rules/run.py",
            "if split.is_padded(device.n):", "if False:",

@@ -14,9 +14,11 @@ from jax.sharding import PartitionSpec as S
 
 from jaxdist.communicators import lowering
 from jaxdist.compilation.placed import PlacedStep
+from jaxdist.ir.interpreter import equations
 from jaxdist.mesh import passes
 from jaxdist.placements.emit.emitter import Emitter, local_types
 from jaxdist.placements.model.layouts import Cut, Layout, layout_of, sharding
+from jaxdist.placements.model.layouts import layout as layout_on_mesh
 from jaxdist.placements.model.strategy import Propagation, in_short
 from jaxdist.placements.model.values import Partial, Placement, Split
 from jaxdist.proof import field
@@ -80,7 +82,7 @@ def verified(
                 return first_difference(comparison, xs, [_name(placed, k) for k in differing])
     except UncheckedError as problem:  # of the program, and so on every rank
         return Verified(None, 0, 0, unchecked=str(problem))
-    return Verified(True, len(placed.step.jaxpr.eqns), count)
+    return Verified(True, _count(placed.step.jaxpr), count)
 
 
 def points(avals: Sequence[Any], whole: Sequence[Any], count: int) -> Iterator[list[Value]]:
@@ -96,17 +98,14 @@ def points(avals: Sequence[Any], whole: Sequence[Any], count: int) -> Iterator[l
 def compared(f: Callable[..., Any], g: Callable[..., Any], args: Sequence[Any], count: int, strict: bool) -> Verified:
     """Compare a function that XLA divides, if its arguments are sharded, with another one on a device."""
     leaves = jax.tree.leaves(args)
-    names: list[str] = []
-
-    def traced(function: Callable[..., Any]) -> ClosedJaxpr:
-        closed, results = jax.make_jaxpr(function, return_shape=True)(*args)
-        names[:] = [f"result{jax.tree_util.keystr(k)}" for k, _ in jax.tree_util.tree_leaves_with_path(results)]
-        return closed
-
-    programs = [traced(function) for function in (g, f)]
+    traced = [jax.make_jaxpr(function, return_shape=True)(*args) for function in (g, f)]
+    programs, shapes = zip(*traced, strict=True)
+    if jax.tree.structure(shapes[0]) != jax.tree.structure(shapes[1]) or programs[0].out_avals != programs[1].out_avals:
+        raise ValueError(f"the functions return different types: {shapes[1]} and {shapes[0]}")
+    names = [f"result{jax.tree_util.keystr(k)}" for k, _ in jax.tree_util.tree_leaves_with_path(shapes[0])]
     runs = [jax.jit(functools.partial(Evaluator(strict, divides).run, closed))
             for closed, divides in zip(programs, (False, True), strict=True)]  # fmt: skip
-    avals, operations = [v.aval for v in programs[0].jaxpr.invars], len(programs[0].eqns)
+    avals, operations = [v.aval for v in programs[0].jaxpr.invars], _count(programs[0])
     whole = [None if is_float(aval) else x for aval, x in zip(avals, leaves, strict=True)]
     try:
         for xs in points(avals, whole, count):
@@ -118,6 +117,10 @@ def compared(f: Callable[..., Any], g: Callable[..., Any], args: Sequence[Any], 
     except UncheckedError as problem:
         return Verified(None, 0, 0, unchecked=str(problem))
     return Verified(True, operations, count)
+
+
+def _count(closed: ClosedJaxpr) -> int:
+    return sum(1 for _ in equations(closed.jaxpr))
 
 
 def _put(x: Value, like: Any) -> Value:
@@ -154,6 +157,8 @@ class Comparison:
 
     def _run(self, xs: Sequence[Value]) -> Sequence[Value]:
         """Return the results of the program of each device."""
+        if self.placed.mesh.size == 1:
+            return self.evaluator.run(self._program, xs)
         in_specs, out_specs = self.placed.specs()
         return self.on_devices(lambda *xs: self.evaluator.run(self._program, xs), tuple(in_specs), out_specs)(*xs)
 
@@ -175,6 +180,8 @@ class Comparison:
     def _placed(self, layout: Layout | None, x: Value) -> Value:
         """Put an argument on the mesh, with padding as it may be there."""
 
+        layout = layout_on_mesh(*layout.cuts) if layout else None  # not in the host's memory
+
         def placed(x: Any) -> jax.Array:
             x = np.asarray(_extended(x, layout.cuts) if layout else x)
             return jax.make_array_from_callback(x.shape, sharding(self.placed.mesh, layout), lambda index: x[index])
@@ -184,8 +191,9 @@ class Comparison:
         return jax.tree.map(placed, x)
 
     def _is_part(self, k: int, wanted: Value, got: Value) -> bool:
-        placed = self.placed
-        layout = placed.result_layouts[k] or layout_of(placed.emitted[1][-1].out_forms[k], passes(self.mesh)[-1])
+        placed, layout = self.placed, self.placed.result_layouts[k]
+        if layout is None and placed.emitted[1]:
+            layout = layout_of(placed.emitted[1][-1].out_forms[k], passes(self.mesh)[-1])
         if _is_key(wanted):
             wanted, got = map(jax.random.key_data, (wanted, got))
         pairs = zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True)
@@ -253,8 +261,8 @@ def first_difference(comparison: Comparison, xs: Sequence[Value], results: Seque
         if not same.all():
             node, i, _ = recorder.held[int(np.argmin(same))]
             found = node.label, node.line, in_short(propagation.placements[i])
-            return Verified(False, len(placed.step.jaxpr.eqns), 1, tuple(results), *found)
-    return Verified(False, len(placed.step.jaxpr.eqns), 1, tuple(results))
+            return Verified(False, _count(placed.step.jaxpr), 1, tuple(results), *found)
+    return Verified(False, _count(placed.step.jaxpr), 1, tuple(results))
 
 
 def _evaluated(evaluator: Evaluator, propagation: Propagation, xs: Sequence[Value]) -> dict[int, Value]:

@@ -51,8 +51,8 @@ class Evaluator:
         env = dict(zip(jaxpr.constvars, map(self.constant, closed.consts), strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
         # A literal may have more digits than its type.
-        literal = lambda atom: np.asarray(atom.val, atom.aval.dtype) if is_float(atom.aval) else atom.val
-        read = lambda atom: self.constant(literal(atom)) if isinstance(atom, Literal) else env[atom]
+        literal = lambda atom: self.constant(np.asarray(atom.val, atom.aval.dtype))
+        read = lambda atom: literal(atom) if isinstance(atom, Literal) else env[atom]
         for eqn in jaxpr.eqns:
             env.update(zip(eqn.outvars, self.equation(eqn, [*map(read, eqn.invars)]), strict=True))
         return [*map(read, jaxpr.outvars)]
@@ -60,7 +60,10 @@ class Evaluator:
     @staticmethod
     def constant(value: Any) -> Any:
         """Return a constant of a program."""
-        return jax.tree.map(jnp.asarray, field.embedded(value)) if is_float(jax.typeof(value)) else value
+        if is_float(jax.typeof(value)):
+            return jax.tree.map(jnp.asarray, field.embedded(value))
+        is_key = jnp.issubdtype(jax.typeof(value).dtype, jax.dtypes.extended)
+        return np.asarray(value) if isinstance(value, jax.Array) and not is_key else value
 
     def equation(self, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
         """Return the results of an operation."""

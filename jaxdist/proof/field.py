@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -174,12 +173,3 @@ def drawn(rng: np.random.Generator, shape: Sequence[int], is_complex: bool) -> A
     """Draw a random point."""
     one = lambda: rng.integers(-H, H + 1, shape, dtype=np.int32)
     return Pair(one(), one()) if is_complex else one()
-
-
-def root_table(size: int) -> Pair:
-    """Return numbers in the place of the roots of unity: a Fourier transform is a sum of products with these."""
-    return Pair(positions("cos", (size,)), positions("sin", (size,)))
-
-
-def bound(x: Any) -> Any:
-    return jax.tree.map(jnp.asarray, x)

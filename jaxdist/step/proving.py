@@ -20,6 +20,7 @@ from jaxdist.text import say_once
 Exact = Any  # a leaf that is no float; None: a float, which is drawn
 
 
+@jax.transfer_guard("allow")
 def verified_on_all(
     name: str, placer: Placer, placed: PlacedStep, data: Sequence[Leaf], points: int, strict: bool
 ) -> Verified:
@@ -27,8 +28,8 @@ def verified_on_all(
     call, context = f"verify step {name!r}", placer.context
     _, told = on_every_rank(context, call, lambda: Part(None, told=_exact(placed, data)))
     whole = _joined(placed.signature, told, placer)
-    for k in (k for k, aval in enumerate(placed.avals) if is_keys(aval)):
-        whole[k] = jax.random.wrap_key_data(whole[k], impl=jax.random.key_impl(data[k]))
+    for k, aval in enumerate(placed.avals):
+        whole[k] = jax.random.wrap_key_data(whole[k], impl=_implementation(aval)) if is_keys(aval) else whole[k]
 
     def on_all(differing: list[int]) -> list[int]:
         _, told = on_every_rank(context, call, lambda: Part(None, told=differing), patient=True)
@@ -55,11 +56,19 @@ def _exact(placed: PlacedStep, data: Sequence[Leaf]) -> list[Exact]:
         x = x.array if type(x) is batch.Part else x
         if spans(x) and x.is_fully_replicated:
             x = x.addressable_data(0)
-        if isinstance(x, jax.ShapeDtypeStruct) or spans(x):
-            return np.zeros(aval.shape, aval.dtype)  # there is none, or no process has all of it
-        return np.asarray(jax.random.key_data(x) if is_keys(x) else x)
+        if isinstance(x, jax.ShapeDtypeStruct) or spans(x):  # there is none, or no process has all of it
+            shape = jax.eval_shape(jax.random.key_data, aval) if is_keys(aval) else aval
+            return np.zeros(shape.shape, shape.dtype)
+        return np.asarray(jax.random.key_data(x)) if is_keys(x) else np.asarray(x).astype(aval.dtype)
 
     return [exact(x, aval) for x, aval in zip(data, placed.avals, strict=True)]
+
+
+def _implementation(aval: jax.ShapeDtypeStruct) -> Any:
+    """Return the implementation of random keys of a type, which only keys can tell."""
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), aval)
+    return found[0]
 
 
 def _joined(signature: Signature, told: Sequence[Sequence[Exact]], placer: Placer) -> list[Exact]:

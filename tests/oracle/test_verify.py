@@ -89,6 +89,12 @@ def test_of_a_kernel_its_twin_is_compared() -> None:
     assert jaxdist.verify(step, W, X)
 
 
+def test_types_take_the_place_of_arguments() -> None:
+    step = decorated(lambda s, x: (s[0] + 1, jax.random.normal(s[1], x.shape) * x * s[0]), 4)
+    state = jax.ShapeDtypeStruct((), np.int32), jax.eval_shape(jax.random.key, 0)
+    assert jaxdist.verify(step, state, jax.ShapeDtypeStruct((7, 3), np.float32))
+
+
 def test_keys_labels_and_counters_are_those_of_the_call() -> None:
     def step(state: Any, batch: Any) -> Any:
         key, count, w = state
@@ -205,3 +211,5 @@ def test_the_same_function_divided_by_xla_or_by_hand() -> None:
     assert jaxdist.verify.same(mean(lax.pmean), lambda x: x.mean(), x)
     found = jaxdist.verify.same(mean(lax.psum), lambda x: x.mean(), x)
     assert (found.equal, found.results) == (False, ("result",))
+    with raises(ValueError, "return", "(16, 4)"):
+        jaxdist.verify.same(lambda x: x, lambda x: x.sum(0), x)
