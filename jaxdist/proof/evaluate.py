@@ -316,6 +316,14 @@ def _shard_map(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     return jax.shard_map(lambda *xs: tuple(e.run(body, xs)), in_specs=ins, out_specs=outs, **given)(*xs)
 
 
+def _psum(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
+    """Add up in an untyped ``shard_map`` what a typed one does."""
+    axes = eqn.params["axes"]
+    add_up = lambda x: field.fold(lax.psum(field.wide(x), axes))
+    pairs = zip(xs, map(aval_of, eqn.invars), strict=True)
+    return [_by_part(add_up, x) if is_float(aval) else lax.psum(x, axes) for x, aval in pairs]
+
+
 def _outside(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     """A function of all of its operands, but for those dimensions that `jax.vmap` added."""
     count = compat.batches(eqn)
@@ -350,8 +358,7 @@ _OF_ANY: Mapping[str, Rule] = {  # of integers alone as well
     **dict.fromkeys(("debug_callback", "debug_print"), lambda e, eqn, xs: []),
     "custom_partitioning": lambda e, eqn, xs: e.run(eqn.params["call"], xs),
     "pallas_call": lambda e, eqn, xs: e.run(compat.interpreted_kernel(eqn), xs),
-    "psum_invariant": lambda e, eqn, xs: [_by_part(lambda x: field.fold(lax.psum(field.wide(x), eqn.params["axes"])), x)
-                                          for x in xs],
+    "psum_invariant": _psum,
     "jaxdist_count": lambda e, eqn, xs: [jnp.zeros(aval_of(eqn.outvars[0]).shape, np.int32)],
 }  # fmt: skip
 RULES: dict[str, Rule] = {
