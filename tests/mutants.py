@@ -92,7 +92,7 @@ MUTANTS: list[Mutant] = [
            "if is_elementwise(eqn.primitive) and len(eqn.outvars) == 1:", "if len(eqn.outvars) == 1:",
            "tests/oracle/test_verify.py -k counterpart"),
     Mutant("rounding a sum changes nothing if strict", "jaxdist/proof/evaluate.py",
-           "return _narrowed(str(dtype), x) if dtype.itemsize < 4 else x", "return x",
+           "return narrowed(str(dtype), x) if dtype.itemsize < 4 else x", "return x",
            "tests/oracle/test_verify.py -k strict"),
     # --- placements, precision, calling, plans
     Mutant("a padded end is not masked", "jaxdist/placements/rules/run.py",

@@ -21,7 +21,7 @@ from jaxdist.placements.model.layouts import Cut, Layout, layout_of, sharding
 from jaxdist.placements.model.layouts import layout as layout_on_mesh
 from jaxdist.placements.model.strategy import Propagation, in_short
 from jaxdist.placements.model.values import Partial, Placement, Split
-from jaxdist.proof import field
+from jaxdist.proof import field, rules  # noqa: F401  (they enter their tables)
 from jaxdist.proof.evaluate import Evaluator, UncheckedError, is_complex, is_float
 
 Value = Any  # an array, or a `Pair`
