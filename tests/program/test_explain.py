@@ -315,6 +315,7 @@ WHY_WHOLE: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:pltpu.create_tensorcore_mesh is deprecated")  # what takes its place is new in 0.11
 @pytest.mark.parametrize("why", WHY_WHOLE)
 def test_why_a_kernel_is_whole(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
