@@ -106,7 +106,8 @@ def compared(f: Callable[..., Any], g: Callable[..., Any], args: Sequence[Any], 
     runs = [jax.jit(functools.partial(Evaluator(strict, divides).run, closed))
             for closed, divides in zip(programs, (False, True), strict=True)]  # fmt: skip
     avals, operations = [v.aval for v in programs[0].jaxpr.invars], _count(programs[0])
-    whole = [None if is_float(aval) else x for aval, x in zip(avals, leaves, strict=True)]
+    exact = lambda aval, x: x if _is_key(x) else np.asarray(x).astype(aval.dtype)
+    whole = [None if is_float(aval) else exact(aval, x) for aval, x in zip(avals, leaves, strict=True)]
     try:
         for xs in points(avals, whole, count):
             placed = [_put(drawn, x) for drawn, x in zip(xs, leaves, strict=True)]

@@ -27,6 +27,12 @@ OF_ANY: dict[str, Rule] = {}
 class UncheckedError(JaxdistError):
     """An operation that is not evaluated in the field."""
 
+    def __init__(self, operation: str, line: str):
+        self.operation, self.line = operation, line
+
+    def __str__(self) -> str:
+        return f"{self.operation} at {self.line or 'an unknown line'}"
+
 
 def is_float(aval: Any) -> bool:
     return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact)
@@ -71,7 +77,11 @@ class Evaluator:
         """Return the results of an operation."""
         name, has_floats = eqn.primitive.name, any(is_float(aval_of(v)) for v in (*eqn.invars, *eqn.outvars))
         if (body := called(eqn)) is not None:
-            return self.run(body, xs)
+            try:
+                return self.run(body, xs)
+            except UncheckedError as problem:
+                problem.line = problem.line or compat.user_line(eqn)
+                raise
         if name in OF_ANY or (has_floats and name in RULES):
             outs = RULES[name](self, eqn, xs)
             return [_rounded(eqn, x) for x in outs] if self.strict and name in _ROUNDED else outs
@@ -91,7 +101,7 @@ class Evaluator:
 
 
 def unchecked(eqn: JaxprEqn, of: str = "") -> UncheckedError:
-    return UncheckedError(f"{eqn.primitive.name}{of} at {compat.user_line(eqn) or 'an unknown line'}")
+    return UncheckedError(f"{eqn.primitive.name}{of}", compat.user_line(eqn))
 
 
 def settings_of(eqn: JaxprEqn) -> list[str]:

@@ -1,14 +1,14 @@
 """The rules of `jaxdist.proof.evaluate`: (evaluator, equation, operands) -> results."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from jaxdist import compat
 from jaxdist.placements.model.values import aval_of
@@ -28,7 +28,9 @@ from jaxdist.proof.evaluate import (
 )
 from jaxdist.proof.field import Number, Pair
 
-_LONGEST = 16  # turns of a loop whose condition is about floats: in the field it might never end
+# Turns of a loop that ends by floats, and of others, whose number may have been made of floats: in the field that might
+# be any.
+_LONGEST = 32, 1 << 16
 
 
 def _moved(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
@@ -73,8 +75,8 @@ def _complex(x: Number) -> Pair:
 
 def _gather(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     x, indices = xs
-    outside = field.embedded(np.nan if (fill := eqn.params["fill_value"]) is None else fill)
-    return [by_part(lambda x: e.bind(eqn, [x, indices], fill_value=int(outside))[0], x)]
+    fill = np.asarray(np.nan if (fill := eqn.params["fill_value"]) is None else fill, aval_of(eqn.outvars[0]).dtype)
+    return [by_part(lambda x, fill: e.bind(eqn, [x, indices], fill_value=int(fill))[0], x, field.embedded(fill))]
 
 
 def _scattered(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
@@ -89,12 +91,14 @@ def _scattered(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
 
 
 def _multiplied(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
-    (x,), params = xs, eqn.params
+    (x,), params, shape = xs, eqn.params, aval_of(eqn.invars[0]).shape
     if eqn.primitive.name == "cumprod":
         return [lax.associative_scan(field.mul, x, axis=params["axis"], reverse=params["reverse"])]
+    if 0 in shape:
+        return [e.constant(np.ones(aval_of(eqn.outvars[0]).shape, aval_of(eqn.outvars[0]).dtype))]
     for axis in sorted(params["axes"], reverse=True):
-        scanned = lax.associative_scan(field.mul, x, axis=axis) if x.shape[axis] else field.one_like(x)
-        x = lax.index_in_dim(scanned, -1, axis, keepdims=False)
+        x = lax.associative_scan(field.mul, x, axis=axis)
+        x = jax.tree.map(lambda x, axis=axis: lax.index_in_dim(x, -1, axis, keepdims=False), x)
     return [x]
 
 
@@ -128,7 +132,8 @@ def _fft(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
 def _converted(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     (x,), before, after = xs, aval_of(eqn.invars[0]), aval_of(eqn.outvars[0])
     if not is_float(after):
-        x = field.hashed("integer", x) if isinstance(x, Pair) else x
+        if after.dtype != bool or isinstance(x, Pair):  # small numbers are what they are: counts, labels
+            x = jnp.where(_is_small(x), x.real if isinstance(x, Pair) else x, field.hashed("integer", x))
         return [x != 0 if after.dtype == bool else x.astype(after.dtype)]
     if not is_float(before):
         x = field.fold(field.wide(x))
@@ -137,9 +142,13 @@ def _converted(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     return [_complex(x) if is_complex(after) else x.real if isinstance(x, Pair) else x]
 
 
+def _is_small(x: Number) -> Any:
+    return _is_small(x.real) & (x.imag == 0) if isinstance(x, Pair) else jnp.abs(x) < 1 << 20
+
+
 def _bits(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     (x,), before, after = xs, aval_of(eqn.invars[0]), aval_of(eqn.outvars[0])
-    if before.dtype.itemsize != after.dtype.itemsize or after.dtype.itemsize < 4:
+    if before.dtype.itemsize != after.dtype.itemsize or (is_float(before) and after.dtype.itemsize < 4):
         raise unchecked(eqn, f" of {before.dtype}")
     return [x.astype(np.int32 if is_float(after) else after.dtype)]  # there and back: the same number
 
@@ -198,11 +207,11 @@ def _while(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     params = eqn.params
     first, second = params["cond_nconsts"], params["body_nconsts"]
     tested, constant, start = xs[:first], xs[first : first + second], list(xs[first + second :])
-    is_bounded = any(is_float(aval_of(v)) for inner in params["cond_jaxpr"].jaxpr.eqns for v in inner.invars)
+    longest = _LONGEST[0 if _ends_by_floats(params, len(start)) else 1]
 
     def goes_on(state: tuple[Any, list[Any]]) -> Any:
         goes_on = jnp.any(e.run(params["cond_jaxpr"], [*tested, *state[1]])[0])
-        return goes_on & (state[0] < _LONGEST) if is_bounded else goes_on
+        return goes_on & (state[0] < longest)
 
     def turn(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
         done, new = state[1], e.run(params["body_jaxpr"], [*constant, *state[1]])
@@ -212,6 +221,25 @@ def _while(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
         return state[0] + 1, new
 
     return lax.while_loop(goes_on, turn, (jnp.int32(0), start))[1]
+
+
+def _ends_by_floats(params: Mapping[str, Any], carries: int) -> bool:
+    """Check whether the condition of a loop depends on floats, perhaps on those of an earlier turn."""
+    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
+    from_floats, before = [False] * carries, None
+    while before != from_floats:
+        before = from_floats
+        from_floats = _follow(body, [False] * params["body_nconsts"] + before)
+    return _follow(condition, [False] * params["cond_nconsts"] + from_floats)[0]
+
+
+def _follow(closed: ClosedJaxpr, from_floats: Sequence[bool]) -> list[bool]:
+    """Return which results of a program depend on floats, or on inputs that do."""
+    depend = {v for v, is_one in zip(closed.jaxpr.invars, from_floats, strict=True) if is_one}
+    is_one = lambda v: is_float(aval_of(v)) or (isinstance(v, Var) and v in depend)
+    for eqn in closed.jaxpr.eqns:
+        depend |= set(eqn.outvars) if any(map(is_one, eqn.invars)) else set()
+    return [*map(is_one, closed.jaxpr.outvars)]
 
 
 def _linear_solve(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:

@@ -136,6 +136,8 @@ class DataParallel(Generic[P, R]):
     @under_no_mesh
     def verified(self, args: Args, kwargs: Kwargs, points: int, strict: bool) -> Verified:
         """Compare the program for these arguments with the step (`jaxdist.verify`). Every rank calls it."""
+        if is_traced(args, kwargs):
+            raise StepError("jaxdist.verify compares programs: call it outside of jax.jit and of other transformations")
         calls = self._calls(args, kwargs)
         signature, leaves = self._read(calls, args, kwargs)
         placed = calls.program(signature, leaves).placed

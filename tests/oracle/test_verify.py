@@ -89,6 +89,43 @@ def test_of_a_kernel_its_twin_is_compared() -> None:
     assert jaxdist.verify(step, W, X)
 
 
+def until_small(s: Any, x: Any) -> Any:
+    """The loop ends by a flag that it carries: in the field that might never be set."""
+
+    def body(state: Any) -> Any:
+        v, _, n = state
+        new = 0.1 * jnp.tanh(x.T @ (x @ v))
+        return new, jnp.abs(new - v).max() < 1e-3, n + 1
+
+    return lax.while_loop(lambda state: ~state[1], body, (s, False, 0))
+
+
+EDGES: dict[str, Function] = {
+    "a loop that ends by a flag": until_small,
+    "a product of complex numbers": lambda s, x: jnp.prod(x + 1j * s, 0),
+    "a product of nothing": lambda s, x: jnp.prod(x[:0], 0) * s + x,
+    "complex numbers beyond the end": lambda s, x: (x[0] + 1j * s).at[jnp.array([1, 9])].get(
+        mode="fill", fill_value=2 + 1j),
+    "random numbers of 16 bits": lambda s, x: jax.random.normal(jax.random.key(0), x.shape, jnp.bfloat16) * x + s,
+    "a Python number": lambda s, x: (s[0], 3 * x.sum()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EDGES)
+@pytest.mark.parametrize("x64", [False, True])
+def test_edges(name: str, x64: bool) -> None:
+    with jax.enable_x64(x64):
+        found = jaxdist.verify(decorated(EDGES[name], 4), W[:, 0], X[:7])
+    assert found, found
+
+
+def test_numbers_of_python_without_64_bits() -> None:
+    with jax.enable_x64(False):
+        step = decorated(lambda count, rate, w, label: (count + 1, rate * 0.5, w - rate * w[label].mean()), 4)
+        assert jaxdist.verify(step, 3, 0.1, X, np.arange(7) % 4)
+        assert jaxdist.verify.same(lambda i, x: x * (i + 1), lambda i, x: x * (1 + i), 3, X)
+
+
 def test_types_take_the_place_of_arguments() -> None:
     step = decorated(lambda s, x: (s[0] + 1, jax.random.normal(s[1], x.shape) * x * s[0]), 4)
     state = jax.ShapeDtypeStruct((), np.int32), jax.eval_shape(jax.random.key, 0)
@@ -148,6 +185,8 @@ FAULTS: dict[str, tuple[Any, str, Any, Function, str]] = {
         "div"),
     "a sum is off by the last bit": (emitter.Emitter, "_reduce", reduced(lambda out, x, e: out * (1 + 2**-50)), sgd,
                                      "div"),
+    "a sum is truncated": (
+        emitter.Emitter, "_reduce", reduced(lambda out, x, e: out.astype(jnp.int32).astype(out.dtype)), sgd, "div"),
     "a slice is the neighbor's": (
         emitter.Emitter, "cut", neighbors(emitter.Emitter.cut), lambda w, x: x + jnp.sort(x, 0), "sort"),
     "slices are gathered in another order": (
@@ -194,6 +233,10 @@ def test_where_sums_are_rounded_counts_if_strict(monkeypatch: pytest.MonkeyPatch
 def test_refused() -> None:
     with raises(ValueError, "points=0"):
         jaxdist.verify(sgd, WEIGHTS, X, points=0)
+    with raises(ValueError, "points=True"):
+        jaxdist.verify.same(sgd, sgd, WEIGHTS, X, points=True)
+    with raises(jaxdist.StepError, "jax.jit"):
+        jax.jit(lambda w, x: jaxdist.verify(sgd, w, x) and w)(WEIGHTS, X)
     with raises(ValueError, "compress", "strict"):
         jaxdist.verify(decorated(sgd, 4, compress="bf16"), WEIGHTS, X, strict=True)
 
