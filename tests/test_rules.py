@@ -22,7 +22,6 @@ def _imported(node: ast.AST) -> list[str]:
 
 
 REPLACED = {
-    "compat/compilation.py: compiler.backend_compile_and_load",
     "compat/processes.py: prefetch._put_iterator_elements_in_buffer",
     "compat/processes.py: process_prefetch.ProcessPrefetchDatasetIterator._process_failed",
     "compat/processes.py: process_prefetch._put_dataset_elements_in_buffer",

@@ -9,7 +9,14 @@ from jaxdist.step.decorated import DataParallel
 
 
 class Verify:
-    """`jaxdist.verify`, and `jaxdist.verify.same`."""
+    """`jaxdist.verify(step, *args)` compares a step with its program, `jaxdist.verify.same(f, g, *args)` two functions.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxdist
+      >>> step = jaxdist.data_parallel(lambda w, batch: w - 0.1 * jnp.tanh(batch @ w).mean())
+      >>> bool(jaxdist.verify(step, jnp.ones(3), jnp.ones((8, 3))))
+      True
+    """
 
     def __call__(
         self, step: Callable[..., Any], *args: Any, points: int = 2, strict: bool = False, **kwargs: Any
@@ -36,12 +43,6 @@ class Verify:
 
         Raises:
           ValueError: `points` is not positive, or ``strict=True`` with ``compress=``, which rounds gradients.
-
-        Example:
-          >>> import jax.numpy as jnp, jaxdist
-          >>> step = jaxdist.data_parallel(lambda w, batch: w - 0.1 * jnp.tanh(batch @ w).mean())
-          >>> bool(jaxdist.verify(step, jnp.ones(3), jnp.ones((8, 3))))
-          True
 
         References:
           J. T. Schwartz, *Fast probabilistic algorithms for verification of polynomial identities*, J. ACM 27 (1980).

@@ -143,10 +143,10 @@ def _name(placed: PlacedStep, k: int) -> str:
 class Comparison:
     """A step and its program, each compiled once in the field."""
 
-    def __init__(self, placed: PlacedStep, strict: bool, program: ClosedJaxpr | None = None):
+    def __init__(self, placed: PlacedStep, strict: bool):
         self.placed, self.evaluator, self.mesh = placed, Evaluator(strict), placed.run_mesh
         self._step = jax.jit(lambda xs: self.evaluator.run(placed.step.jaxpr, xs))
-        self._program = program or placed.emitted[0]
+        self._program = placed.emitted[0]
         self._parts = jax.jit(self._run)
 
     def differing(self, xs: Sequence[Value]) -> list[int]:
@@ -180,7 +180,6 @@ class Comparison:
 
     def _placed(self, layout: Layout | None, x: Value) -> Value:
         """Put an argument on the mesh, with padding as it may be there."""
-
         layout = layout_on_mesh(*layout.cuts) if layout else None  # not in the host's memory
 
         def placed(x: Any) -> jax.Array:

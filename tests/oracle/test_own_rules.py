@@ -322,9 +322,36 @@ def backward(q: Any, k: Any, v: Any, bias: Any, lengths: Any, *more: Any, scale:
     return jax.vjp(lambda q, k, v, bias: attention(q, k, v, bias, lengths, scale), q, k, v, bias)[1](more[-1])
 
 
+def in_8_bits(q: Any, k: Any, v: Any, scale: float) -> Any:
+    """Attention of numbers of 8 bits, without their scales, and the largest weight."""
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k) * scale)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v), jnp.max(weights).reshape(1, 1, 1, 1)
+
+
+def largest(x: Any) -> Any:
+    return jnp.max(jnp.abs(x)).reshape(1, 1, 1, 1)
+
+
+def forward_8(q: Any, k: Any, v: Any, *scales: Any, scale: float, is_training: bool, **settings: Any) -> Any:
+    out, weight = in_8_bits(q, k, v, scale)
+    return [out.astype(q.dtype), weight, largest(out), *([q[..., 0].swapaxes(1, 2).astype(jnp.float32)] * is_training)]
+
+
+def backward_8(q: Any, k: Any, v: Any, out: Any, ct: Any, *rest: Any, scale: float, **settings: Any) -> Any:
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]
+    grads = jax.vjp(lambda *xs: in_8_bits(*xs, scale)[0], *wide)[1](ct.astype(jnp.float32))
+    return [*(g.astype(q.dtype) for g in grads), *map(largest, grads), largest(out.astype(jnp.float32))]
+
+
 @pytest.fixture
 def on_cpus() -> None:
-    for p, f in ((cudnn._dot_product_attention_fwd_p, forward), (cudnn._dot_product_attention_bwd_p, backward)):
+    for p, f in (
+        (cudnn._dot_product_attention_fwd_p, forward),
+        (cudnn._dot_product_attention_bwd_p, backward),
+        (cudnn._dot_product_attention_fp8_fwd_p, forward_8),
+        (cudnn._dot_product_attention_fp8_bwd_p, backward_8),
+    ):
         mlir.register_lowering(p, mlir.lower_fun(f, multiple_results=True), platform="cpu")
 
 
@@ -359,3 +386,25 @@ def test_attention_of_cudnn(on: On, examples_share_the_bias: bool, monkeypatch: 
     )
     check(step, w, batch, on=on, tolerance=2e-2)  # in bfloat16
     assert sent(step, w, batch, on=on) == set()
+
+
+@pytest.mark.usefixtures("on_cpus")
+@pytest.mark.parametrize("on", [2, 4, {"data": 2, "model": 2}], ids=str)
+def test_attention_of_cudnn_in_8_bits(on: On, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest numbers, by which the next step scales, are those of all examples and heads."""
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda _: True)
+    scales = {name: jnp.ones((1, 1, 1, 1), jnp.float32) for name in cudnn.fp8_params_keys}
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any, scales: Any) -> Any:
+            q, k, v = (jnp.einsum("btd,dnh->btnh", x, w[name]).astype(jnp.float8_e4m3fn) for name in "qkv")
+            y, *amax = cudnn.dot_product_attention(q, k, v, scale=0.3, use_fp8=True, fp8_params=scales)
+            return (y.astype(jnp.float32) ** 2).sum() / len(x), amax
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(w, scales)
+
+    rng = np.random.default_rng(0)
+    w = {name: 0.1 * rng.normal(size=(16, 4, 128)).astype(np.float32) for name in "qkv"}
+    check(step, w, rng.normal(size=(8, 128, 16)).astype(np.float32), on=on, tolerance=1e-5)
+    assert sent(step, w, rng.normal(size=(8, 128, 16)).astype(np.float32), on=on) == set()

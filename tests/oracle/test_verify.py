@@ -20,7 +20,7 @@ import jaxdist
 from jaxdist.ir.primitives import all_reduce_p  # private: faults are put into what is emitted
 from jaxdist.placements.emit import emitter
 from jaxdist.placements.model import factors
-from jaxdist.step import calls
+from jaxdist.step import calls  # private: how often programs are compared
 
 RNG = np.random.default_rng(0)
 W, X = RNG.normal(size=(6, 5)), RNG.normal(size=(22, 6))

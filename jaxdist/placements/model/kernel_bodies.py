@@ -207,9 +207,8 @@ class _Sums:
 
     axis: int
     visible: Sequence[int]  # the axes of the grid that the body sees
-    cleared: dict[Var, frozenset[int]] = field(
-        default_factory=dict
-    )  # the axes in whose first step a result becomes zero
+    # by result, the axes in whose first step it is set to zero
+    cleared: dict[Var, frozenset[int]] = field(default_factory=dict)
     used: set[Var] = field(default_factory=set)  # results that have been read or written to
 
     def why_not(self, jaxpr: Jaxpr, memory: Mapping[Var, Var]) -> str:
