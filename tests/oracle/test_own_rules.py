@@ -335,7 +335,8 @@ def largest(x: Any) -> Any:
 
 def forward_8(q: Any, k: Any, v: Any, *scales: Any, scale: float, is_training: bool, **settings: Any) -> Any:
     out, weight = in_8_bits(q, k, v, scale)
-    return [out.astype(q.dtype), weight, largest(out), *([q[..., 0].swapaxes(1, 2).astype(jnp.float32)] * is_training)]
+    statistics = [q[:, :, :, 0].swapaxes(1, 2).astype(jnp.float32)] if is_training else []
+    return [out.astype(q.dtype), weight, largest(out), *statistics]
 
 
 def backward_8(q: Any, k: Any, v: Any, out: Any, ct: Any, *rest: Any, scale: float, **settings: Any) -> Any:
@@ -399,7 +400,8 @@ def test_attention_of_cudnn_in_8_bits(on: On, monkeypatch: pytest.MonkeyPatch) -
     def step(w: Any, x: Any) -> Any:
         def loss(w: Any, scales: Any) -> Any:
             q, k, v = (jnp.einsum("btd,dnh->btnh", x, w[name]).astype(jnp.float8_e4m3fn) for name in "qkv")
-            y, *amax = cudnn.dot_product_attention(q, k, v, scale=0.3, use_fp8=True, fp8_params=scales)
+            results: Any = cudnn.dot_product_attention(q, k, v, scale=0.3, use_fp8=True, fp8_params=scales)
+            y, *amax = results
             return (y.astype(jnp.float32) ** 2).sum() / len(x), amax
 
         return jax.value_and_grad(loss, (0, 1), has_aux=True)(w, scales)
