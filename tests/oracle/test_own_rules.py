@@ -341,7 +341,7 @@ def forward_8(q: Any, k: Any, v: Any, *scales: Any, scale: float, is_training: b
 
 def backward_8(q: Any, k: Any, v: Any, out: Any, ct: Any, *rest: Any, scale: float, **settings: Any) -> Any:
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
-    grads = jax.vjp(lambda *xs: in_8_bits(*xs, scale)[0], *wide)[1](ct.astype(jnp.float32))
+    grads = jax.vjp(lambda q, k, v: in_8_bits(q, k, v, scale)[0], *wide)[1](ct.astype(jnp.float32))
     return [*(g.astype(q.dtype) for g in grads), *map(largest, grads), largest(out.astype(jnp.float32))]
 
 
