@@ -56,7 +56,7 @@ class Control(Process):
         # Whom to ask where this rank is, and where others are: the ledger, and the watchdog.
         self.position: Callable[[], int] = lambda: 0
         self.whereabouts: Callable[[list[int]], str | None] = lambda late: ""
-        self.used = False  # by `send` or `recv`
+        self.used = False  # by `send`, `recv` or `verify`
         self.exit_said: tuple[Any, tuple[int, int]] = None, (0, 0)  # the last code for `sys.exit`, and `calls` then
         self._mail: dict[tuple[str, int], queue.SimpleQueue[Any]] = {}
         self.members = [Member(socket.gethostname(), os.getpid(), "127.0.0.1")]

@@ -17,7 +17,7 @@ from jaxdist.compilation.placed import PlacedStep
 from jaxdist.ir.interpreter import equations
 from jaxdist.mesh import passes
 from jaxdist.placements.emit.emitter import Emitter, local_types
-from jaxdist.placements.model.layouts import Cut, Layout, layout_of, sharding
+from jaxdist.placements.model.layouts import Layout, layout_of, sharding
 from jaxdist.placements.model.layouts import layout as layout_on_mesh
 from jaxdist.placements.model.strategy import Propagation, in_short
 from jaxdist.placements.model.values import Partial, Placement, Split
@@ -76,13 +76,29 @@ def verified(
     if strict and placed.compress:
         raise ValueError("strict=True with compress=: gradients are rounded, as it says, before they are added up")
     comparison = Comparison(placed, strict)
+
+    def difference(xs: list[Value]) -> Verified | None:
+        differing = on_all(comparison.differing(xs))
+        return first_difference(comparison, xs, [_name(placed, k) for k in differing]) if differing else None
+
+    return _at_points(placed.step.jaxpr, placed.avals, whole, count, difference)
+
+
+def _at_points(
+    step: ClosedJaxpr,
+    avals: Sequence[Any],
+    whole: Sequence[Any],
+    count: int,
+    difference: Callable[[list[Value]], Verified | None],
+) -> Verified:
+    """Return the first difference at some random points, or that there is none."""
     try:
-        for xs in points(placed.avals, whole, count):
-            if differing := on_all(comparison.differing(xs)):
-                return first_difference(comparison, xs, [_name(placed, k) for k in differing])
+        for xs in points(avals, whole, count):
+            if (found := difference(xs)) is not None:
+                return found
     except UncheckedError as problem:  # of the program, and so on every rank
         return Verified(None, 0, 0, unchecked=str(problem))
-    return Verified(True, _count(placed.step.jaxpr), count)
+    return Verified(True, _count(step), count)
 
 
 def points(avals: Sequence[Any], whole: Sequence[Any], count: int) -> Iterator[list[Value]]:
@@ -105,19 +121,18 @@ def compared(f: Callable[..., Any], g: Callable[..., Any], args: Sequence[Any], 
     names = [f"result{jax.tree_util.keystr(k)}" for k, _ in jax.tree_util.tree_leaves_with_path(shapes[0])]
     runs = [jax.jit(functools.partial(Evaluator(strict, divides).run, closed))
             for closed, divides in zip(programs, (False, True), strict=True)]  # fmt: skip
-    avals, operations = [v.aval for v in programs[0].jaxpr.invars], _count(programs[0])
+    avals = [v.aval for v in programs[0].jaxpr.invars]
     exact = lambda aval, x: x if _is_key(x) else np.asarray(x).astype(aval.dtype)
     whole = [None if is_float(aval) else exact(aval, x) for aval, x in zip(avals, leaves, strict=True)]
-    try:
-        for xs in points(avals, whole, count):
-            placed = [_put(drawn, x) for drawn, x in zip(xs, leaves, strict=True)]
-            with jax.enable_x64(True):
-                wanted, got = runs[0](xs), runs[1](placed)
-            if differing := [k for k, pair in enumerate(zip(wanted, got, strict=True)) if not _is_whole(*pair)]:
-                return Verified(False, operations, 1, tuple(names[k] for k in differing))
-    except UncheckedError as problem:
-        return Verified(None, 0, 0, unchecked=str(problem))
-    return Verified(True, operations, count)
+
+    def difference(xs: list[Value]) -> Verified | None:
+        placed = [_put(drawn, x) for drawn, x in zip(xs, leaves, strict=True)]
+        with jax.enable_x64(True):
+            pairs = zip(names, runs[0](xs), runs[1](placed), strict=True)
+        differing = tuple(name for name, wanted, got in pairs if not _is_whole(wanted, got))
+        return Verified(False, _count(programs[0]), 1, differing) if differing else None
+
+    return _at_points(programs[0], avals, whole, count, difference)
 
 
 def _count(closed: ClosedJaxpr) -> int:
@@ -127,11 +142,6 @@ def _count(closed: ClosedJaxpr) -> int:
 def _put(x: Value, like: Any) -> Value:
     """Return a value in the shards of an array."""
     return jax.tree.map(lambda part: jax.device_put(part, like.sharding), x) if isinstance(like, jax.Array) else x
-
-
-def _is_whole(wanted: Value, got: Value) -> bool:
-    pairs = zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True)
-    return all(_are_equal(np.asarray(x), y, None) for x, y in pairs)
 
 
 def _name(placed: PlacedStep, k: int) -> str:
@@ -183,7 +193,8 @@ class Comparison:
         layout = layout_on_mesh(*layout.cuts) if layout else None  # not in the host's memory
 
         def placed(x: Any) -> jax.Array:
-            x = np.asarray(_extended(x, layout.cuts) if layout else x)
+            x = np.asarray(x)
+            x = layout.padded(x, "edge" if x.size else "constant") if layout else x
             return jax.make_array_from_callback(x.shape, sharding(self.placed.mesh, layout), lambda index: x[index])
 
         if _is_key(x):
@@ -194,10 +205,15 @@ class Comparison:
         placed, layout = self.placed, self.placed.result_layouts[k]
         if layout is None and placed.emitted[1]:
             layout = layout_of(placed.emitted[1][-1].out_forms[k], passes(self.mesh)[-1])
-        if _is_key(wanted):
-            wanted, got = map(jax.random.key_data, (wanted, got))
-        pairs = zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True)
-        return all(_are_equal(np.asarray(x), y, layout) for x, y in pairs)
+        return _is_whole(wanted, got, layout)
+
+
+def _is_whole(wanted: Value, got: Value, layout: Layout | None = None) -> bool:
+    """Check the parts of a result that are on this process's devices."""
+    if _is_key(wanted):
+        wanted, got = map(jax.random.key_data, (wanted, got))
+    pairs = zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True)
+    return all(_are_equal(np.asarray(x), y, layout) for x, y in pairs)
 
 
 def _are_equal(wanted: np.ndarray, got: jax.Array, layout: Layout | None) -> bool:
@@ -212,18 +228,6 @@ def _are_equal(wanted: np.ndarray, got: jax.Array, layout: Layout | None) -> boo
 
 def _is_key(x: Any) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _extended(x: Any, cuts: Sequence[Cut]) -> Any:
-    """Return an array with copies of the last entry for the padding of each cut."""
-    if not cuts:
-        return x
-    cut, *inner = cuts
-    pads = [(0, cut.pad if d == cut.dim else 0) for d in range(np.ndim(x))]
-    x = np.pad(x, pads, mode="edge" if np.size(x) else "constant")
-    if not any(c.pad for c in inner):
-        return x
-    return np.concatenate([_extended(part, inner) for part in np.split(x, cut.parts, cut.dim)], cut.dim)
 
 
 # --- where it begins
@@ -275,7 +279,10 @@ def _evaluated(evaluator: Evaluator, propagation: Propagation, xs: Sequence[Valu
 
 
 def _cut(x: Value, f: Placement, propagation: Propagation) -> Value:
-    """Return this device's slice of a value, with copies of the last entry of each block for padding."""
+    """Return this device's slice of a value, with copies of the last entry of each block for padding.
+
+    `Emitter.cut` is not called: it is one of the things that are checked.
+    """
     if not isinstance(f, Split):
         return x
     rows = np.arange(f.rows)

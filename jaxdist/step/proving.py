@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
 from jaxdist.compilation.placed import PlacedStep
-from jaxdist.compilation.signature import Leaf, Signature, is_keys
+from jaxdist.compilation.signature import Leaf, is_keys
 from jaxdist.errors import StepError
 from jaxdist.proof.compare import Verified, verified
 from jaxdist.proof.evaluate import is_float
@@ -26,8 +26,9 @@ def verified_on_all(
 ) -> Verified:
     """Compare a program with its step. A difference on any rank is one on all. Every rank calls it."""
     call, context = f"verify step {name!r}", placer.context
+    context.control.used = True
     _, told = on_every_rank(context, call, lambda: Part(None, told=_exact(placed, data)))
-    whole = _joined(placed.signature, told, placer)
+    whole = _joined(placed, told, placer)
     for k, aval in enumerate(placed.avals):
         whole[k] = jax.random.wrap_key_data(whole[k], impl=_implementation(aval)) if is_keys(aval) else whole[k]
 
@@ -71,14 +72,13 @@ def _implementation(aval: jax.ShapeDtypeStruct) -> Any:
     return found[0]
 
 
-def _joined(signature: Signature, told: Sequence[Sequence[Exact]], placer: Placer) -> list[Exact]:
-    """Return whole leaves: of the batch the rows of all ranks, in their order."""
+def _joined(placed: PlacedStep, told: Sequence[Sequence[Exact]], placer: Placer) -> list[Exact]:
+    """Return whole leaves: of the batch the rows of all ranks, in their order, if a rank does not have all of them."""
     first = [ranks[0] for ranks in placer.device_map.sharers] if len(told) > 1 else [0]
 
-    def joined(k: int, is_batch: bool) -> Exact:
-        if told[0][k] is None:
-            return None
-        parts = [told[rank][k] for rank in (first if is_batch else first[:1])]
-        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+    def joined(k: int, aval: jax.ShapeDtypeStruct) -> Exact:
+        parts = [told[rank][k] for rank in first]
+        is_whole = parts[0] is None or parts[0].shape[: len(aval.shape)] == aval.shape
+        return parts[0] if is_whole else np.concatenate(parts)
 
-    return [joined(k, is_batch) for k, is_batch in enumerate(signature.is_batch)]
+    return [joined(k, aval) for k, aval in enumerate(placed.avals)]

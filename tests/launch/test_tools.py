@@ -68,6 +68,7 @@ def test_your_own_step_is_verified(jaxdist: Jaxdist) -> None:
     done = jaxdist("test", f"{script}:make", timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert missing(("communicator xla: 2 x cpu", "planned.py:make: equal: "), done.stdout) == []
+    assert "no decorated step" not in done.stderr
 
 
 def test_a_wrong_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

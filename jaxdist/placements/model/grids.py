@@ -43,8 +43,8 @@ def by_grid(params: Params, ins: Shapes, outs: Shapes) -> Factors:
             if not dependent and dims[k][d] is None:
                 dims[k][d], units[k, d] = axis, places[k, d]
                 summed |= {axis} if is_sum else set()
-            if found := [*reasons, *shared, *dependent]:
-                why[k, d] = found[0]
+            if whys := [*reasons, *shared, *dependent]:
+                why[k, d] = whys[0]
     both: tuple[Dims, ...] = tuple(map(tuple, dims))
     return Factors(
         both[: len(ins)], both[len(ins) :], dict.fromkeys(summed, "sum"), counts_padding=True,

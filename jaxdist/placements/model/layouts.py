@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -86,9 +86,9 @@ class Layout:
             sizes[cut.dim] = sizes[cut.dim] * cut.parts - cut.pad
         return tuple(sizes)
 
-    def padded(self, x: np.ndarray) -> np.ndarray:
-        """Return the physical array of a leaf, padded with zeros."""
-        return x if self.is_plain else _padded(x, self.cuts)
+    def padded(self, x: np.ndarray, mode: Literal["constant", "edge"] = "constant") -> np.ndarray:
+        """Return the physical array of a leaf, padded with zeros, or with copies of the last entries (``"edge"``)."""
+        return x if self.is_plain else _padded(x, self.cuts, mode)
 
     def trimmed(self, x: _Array) -> _Array:
         """Return the leaf of a physical array."""
@@ -110,14 +110,14 @@ class Layout:
         return placements
 
 
-def _padded(x: np.ndarray, cuts: Sequence[Cut]) -> np.ndarray:
+def _padded(x: np.ndarray, cuts: Sequence[Cut], mode: Literal["constant", "edge"]) -> np.ndarray:
     if not cuts:
         return x
     cut, *inners = cuts
-    x = np.pad(x, [(0, cut.pad if d == cut.dim else 0) for d in range(x.ndim)])
+    x = np.pad(x, [(0, cut.pad if d == cut.dim else 0) for d in range(x.ndim)], mode=mode)
     if all(inner.pad == 0 for inner in inners):
         return x
-    return np.concatenate([_padded(part, inners) for part in np.split(x, cut.parts, cut.dim)], cut.dim)
+    return np.concatenate([_padded(part, inners, mode) for part in np.split(x, cut.parts, cut.dim)], cut.dim)
 
 
 def _trimmed(x: _Array, cuts: Sequence[Cut]) -> _Array:

@@ -271,6 +271,10 @@ def verified() -> None:
     state = jax.random.key(0), W
     found = jaxdist.verify(jaxdist.data_parallel(step, batch_argnums=("x", "label")), state, X[R], labels)
     assert found, found
+    picked = jaxdist.data_parallel(lambda w, label: w - w[label % 3].mean(), batch_argnums="label")
+    whole_labels = jaxdist.data_parallel(lambda w, label: label * 1, batch_argnums="label")(W, labels)  # on all ranks
+    for label in (labels, whole_labels, jax.ShapeDtypeStruct((ROWS,), np.int64)):
+        assert jaxdist.verify(picked, W, label)
     jaxdist.data_parallel(descend, batch_argnums="x", verify=True)(W, X[R])
     original = emitter.Emitter._reduce
     emitter.Emitter._reduce = lambda self, i, x, summand: original(self, i, x, summand) * (2 if R == N - 1 else 1)
