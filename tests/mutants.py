@@ -34,7 +34,7 @@ class Mutant(NamedTuple):
 MUTANTS: list[Mutant] = [
     # --- kernels
     Mutant("a kernel may read which step it is", "jaxdist/placements/model/kernel_bodies.py",
-           'visible[eqn.params["axis"]] == axis', "False", "tests/program/test_explain.py -k kernels"),
+           'name == "program_id" and not is_sum and', 'False and', "tests/program/test_explain.py -k kernels"),
     Mutant("any place of a block is that of its step", "jaxdist/placements/model/kernel_bodies.py",
            "return by if by and (np.arange(len(values)) // by == values).all() else -1", "return max(by, 1)",
            "tests/oracle/test_kernels.py -k random"),

@@ -357,7 +357,8 @@ def test_workers_of_ray_train_are_ranks_of_one_job(dies: bool, tmp_path: Path) -
     if there.returncode:  # Ray alone lacks what `ray[train]` brings
         pytest.skip(f"NO RAY TRAIN: uv run --group integrations ({there.stderr.splitlines()[-1]})")
     command = [sys.executable, str(SCRIPTS / "ray_train.py"), str(tmp_path), *["dies"] * dies]
-    env = {"JAX_PLATFORMS": "cpu", "RAY_TRAIN_V2_ENABLED": "1", "XLA_FLAGS": None}
+    # Under `uv run`, Ray would build an environment anew for each worker, and wait for it no longer than a minute.
+    env = {"JAX_PLATFORMS": "cpu", "RAY_TRAIN_V2_ENABLED": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "XLA_FLAGS": None}
     result = jobs.Job().start(command, env).end(300)
     assert result.returncode == 0, result.output
     said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]

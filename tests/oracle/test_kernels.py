@@ -13,6 +13,7 @@ from harness.check import check, compare, decorated
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.ref import swap
 
 import jaxdist
 
@@ -182,6 +183,28 @@ def by_place(x: Any, total: Any) -> None:
     total[...] += 1.0 * pl.program_id(0)
 
 
+def more_at_first(x: Any, total: Any) -> None:
+    clear_if(first_of_both(), total)
+    total[...] += x[...].sum(0, keepdims=True) * lax.cond(first_of_both(), lambda: 2.0, lambda: 1.0)
+
+
+def nothing_at_first(x: Any, total: Any) -> None:
+    lax.cond(first_of_both(), lambda: clear_if(True, total), lambda: add(total, x))
+
+
+def so_far(x: Any, total: Any, before: Any) -> None:
+    """Beside each block, the total before it."""
+    clear_if(first_of_both(), total)
+    was = swap(total, (...,), total[...] + x[...].sum(0, keepdims=True))
+    before[...] = jnp.broadcast_to(was, before.shape)
+
+
+def onto_an_operand(start: Any, x: Any, total: Any) -> None:
+    """The total has an operand's memory, of which a column is set to zero."""
+    pl.when(first_of_both())(lambda: total.__setitem__((slice(None), slice(1)), jnp.zeros((1, 1))))
+    add(total, x)
+
+
 def to_another_column(x: Any, total: Any) -> None:
     clear_if(first_of_both(), total)
     total[0, 0] = total[0, 1] + x[0, 0]
@@ -204,6 +227,10 @@ SUMS = {
     "cleared in each turn": (in_each_turn, False),
     "by place": (by_place, False),
     "to another column": (to_another_column, False),
+    "more in the first step": (more_at_first, False),
+    "nothing in the first step": (nothing_at_first, False),
+    "so far, beside rows": (so_far, False),
+    "onto an operand": (onto_an_operand, False),
 }
 
 
@@ -212,14 +239,18 @@ def test_sums_in_a_kernel(name: str) -> None:
     """Over blocks of two rows, and for each over two halves of the columns. A block of padding would count."""
     body, is_divided = SUMS[name]
     parts = 4 if "of the total" in name else 2  # of the columns; two of them write to a block
-    count = 2 if name == "beside rows" else 1
+    count = 2 if "beside rows" in name else 1
+    aliased = name == "onto an operand"
 
     def step(w: Any, x: Any) -> Any:
         block = pl.BlockSpec((2, 8 // parts), lambda i, k: (i, k))
         total = pl.BlockSpec((1, 8 // parts), lambda i, k: (0, k // 2))
         shapes = [jax.ShapeDtypeStruct((1, 4), x.dtype), jax.ShapeDtypeStruct(x.shape, x.dtype)][:count]
-        settings = {"in_specs": [block], "out_specs": [total, block][:count], "interpret": True}
-        return pl.pallas_call(body, shapes, grid=(len(x) // 2, parts), **settings)(x * w)
+        settings: dict[str, Any] = {"out_specs": [total, block][:count], "interpret": True}
+        settings |= {"in_specs": [total, block] if aliased else [block]}
+        settings |= {"input_output_aliases": {0: 0}} if aliased else {}
+        operands = [w[None, :4], x * w] if aliased else [x * w]
+        return pl.pallas_call(body, shapes[:count], grid=(len(x) // 2, parts), **settings)(*operands)
 
     w, x = np.ones(8), np.random.default_rng(0).normal(size=(24, 8))
     for examples in (24, 22):

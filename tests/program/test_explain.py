@@ -307,10 +307,27 @@ def total(x: jax.Array) -> jax.Array:
     return pl.pallas_call(body, jax.ShapeDtypeStruct((1, x.shape[1]), x.dtype), grid=(len(x),), **blocks)(x)
 
 
+def row_by_row(x: jax.Array, body: Callable[..., None], *memory: Any) -> jax.Array:
+    block = pl.BlockSpec((1, x.shape[1]), lambda i: (i, 0))
+    return pl.pallas_call(body, x, grid=(len(x),), in_specs=[block], out_specs=block, scratch_shapes=memory)(x)
+
+
+def at_random(a: Any, b: Any) -> None:
+    b[...] = a[...] * pltpu.prng_random_bits(a.shape).astype(a.dtype)
+
+
+def by_copy(a: Any, b: Any, done: Any) -> None:
+    copy = pltpu.make_async_copy(a, b, done)
+    copy.start()
+    copy.wait()
+
+
 WHY_WHOLE: dict[str, Callable[[jax.Array], jax.Array]] = {
     "its dropout draws by position in the whole batch": lambda x: attention(x, dropout_rate=0.5),
     "its blocks along dimension 0 do not divide among 4 devices": lambda x: in_blocks(x, 8),
     "it is written for a mesh of cores": on_cores,
+    "the kernel uses prng_random_bits": lambda x: row_by_row(x, at_random),
+    "the kernel uses dma_start": lambda x: row_by_row(x, by_copy, pltpu.SemaphoreType.DMA),
     "all steps along axis 0 of its grid write to one result, and its body depends on the place of the step": total,
 }
 

@@ -56,9 +56,8 @@ def why_dependent(params: Params, axis: int, kept: Collection[int], is_sum: bool
     visible = [g for g in range(len(mapping.grid)) if g not in mapping.vmapped_dims]
     for eqn, _ in walk(body):
         name = eqn.primitive.name
-        read = ("num_programs",) if is_sum else ("program_id", "num_programs")
-        if name in read and visible[eqn.params["axis"]] == axis:
-            yield f"the kernel reads {name}({eqn.params['axis']})"
+        if name == "program_id" and not is_sum and visible[eqn.params["axis"]] == axis:
+            yield f"the kernel reads program_id({eqn.params['axis']})"
         if others := {type(effect).__name__ for effect in eqn.effects} - _EFFECTS:
             yield f"the kernel's {name} has an effect ({others.pop()})"
         if any(word in name for word in _ACROSS):
@@ -80,8 +79,8 @@ def why_dependent(params: Params, axis: int, kept: Collection[int], is_sum: bool
 
 
 _EFFECTS = {"ReadEffect", "WriteEffect", "AccumEffect", "DebugEffect", "OrderedDebugEffect"}
-# Names of what reaches beyond a step: other devices and cores, generators of random numbers.
-_ACROSS = ("semaphore", "barrier", "remote", "prng", "axis_index", "device_id")
+# Names of what reaches beyond a step and has no effect of its own: copies, perhaps to other devices, random numbers.
+_ACROSS = ("device_id", "dma", "prng")
 Written = set[Var]  # memory that has been written to as a whole
 
 
@@ -231,8 +230,8 @@ class _Sums:
                 first[eqn.outvars[0]] = frozenset({places[operands[0]]})
             elif name in ("and", "convert_element_type") and {*operands} <= first.keys() and operands == eqn.invars:
                 first[eqn.outvars[0]] = frozenset[int]().union(*(first[v] for v in operands))
-            elif name == "cond" and place == eqn.invars[:1] and place[0] in first:
-                if not self._is_cleared(eqn, memory, first[place[0]]):
+            elif name == "cond" and place == eqn.invars[:1]:
+                if not self._is_cleared(eqn, memory, first.get(place[0], frozenset())):
                     return "the first of them does more than set it to zero"
             elif place or self._reads_place(eqn):
                 return "its body depends on the place of the step"
