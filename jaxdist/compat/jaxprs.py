@@ -25,10 +25,10 @@ from jaxlib.mlir import ir
 from jaxdist.sources import is_ours, of_the_user
 
 
-def bind(eqn: Any, params: dict[str, Any], args: Sequence[Any]) -> Sequence[Any]:
+def bind(eqn: Any, params: dict[str, Any], args: Sequence[Any], in_bounds: bool = True) -> Sequence[Any]:
     """Bind an equation's primitive to other parameters and arguments, as `jax.core.eval_jaxpr` does (private)."""
     with context_of(eqn):
-        args = _in_bounds(eqn.primitive.name, args, params)
+        args = _in_bounds(eqn.primitive.name, args, params) if in_bounds else args
         out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
     return out if eqn.primitive.multiple_results else [out]
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,10 +17,12 @@ from jaxdist.compilation.placed import PlacedStep
 from jaxdist.ir.interpreter import equations
 from jaxdist.mesh import passes
 from jaxdist.placements.emit.emitter import Emitter, local_types
+from jaxdist.placements.model.block import Block, Node
 from jaxdist.placements.model.layouts import Layout, layout_of, sharding
 from jaxdist.placements.model.layouts import layout as layout_on_mesh
 from jaxdist.placements.model.strategy import Propagation, in_short
-from jaxdist.placements.model.values import Partial, Placement, Split
+from jaxdist.placements.model.values import REPLICATED, Partial, Placement, Split
+from jaxdist.placements.search.owners.assignment import Owned
 from jaxdist.proof import field, rules  # noqa: F401  (they enter their tables)
 from jaxdist.proof.evaluate import Evaluator, UncheckedError, is_complex, is_float
 
@@ -173,6 +175,27 @@ class Comparison:
         in_specs, out_specs = self.placed.specs()
         return self.on_devices(lambda *xs: self.evaluator.run(self._program, xs), tuple(in_specs), out_specs)(*xs)
 
+    @functools.cached_property
+    def recorded(self) -> "list[tuple[_Recorder, Callable[..., Any]]]":
+        """For each axis, what devices hold of each value, and a function that says whether that is the step's."""
+        return [self._recorded(propagation, k) for k, propagation in enumerate(self.placed.emitted[1])]
+
+    def _recorded(self, propagation: Propagation, k: int) -> "tuple[_Recorder, Callable[..., Any]]":
+        recorder = _Recorder(propagation, marks=True)
+        program, avals = recorder.program(local_types(propagation)), propagation.block.avals
+
+        def local(*xs: Value) -> list[Any]:
+            for before in self.placed.emitted[1][:k]:
+                xs = tuple(_cut(x, f, before) for x, f in zip(xs, before.in_forms, strict=True))
+            env = _evaluated(self.evaluator, propagation, xs)
+            parts = [_cut(x, f, propagation) for x, f in zip(xs, propagation.in_forms, strict=True)]
+            pairs = zip(recorder.held, self.evaluator.run(program, parts), strict=True)
+            same = [_is_held(env[i], f, x, propagation, avals[i]) for (i, f), x in pairs]
+            axes = tuple(axis.name for axis in passes(self.mesh))
+            return [lax.pmin(jnp.stack(same).astype(np.int32), axes)]
+
+        return recorder, jax.jit(self.on_devices(local, S(), S()))
+
     def on_devices(self, f: Callable[..., Sequence[Value]], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """Run a function on each device of the mesh; its collectives go over the step's communicator."""
 
@@ -238,44 +261,45 @@ class _Recorder(Emitter):
 
     def run(self, xs: Sequence[Any]) -> list[Any]:
         super().run(xs)
-        self.held = [(node, i, f) for node in self.block.nodes for i in node.outs for f in self._forms[i]]
-        return [self._forms[i][f] for _, i, f in self.held]
+        held = [(i, f, x) for node in self.block.nodes for i in node.outs for f, x in self._forms[i].items()]
+        held += [(i, REPLICATED, x) for (i, _), x in self._fetched.items() if i in self.block.makers]
+        self.held = [(i, f) for i, f, _ in held]
+        return [x for *_, x in held]
 
 
 def first_difference(comparison: Comparison, xs: Sequence[Value], results: Sequence[str]) -> Verified:
     """Follow the step through the axes of its mesh to the first operation whose parts are not those of the step's."""
-    placed, evaluator, axes = comparison.placed, comparison.evaluator, passes(comparison.mesh)
-    for k, propagation in enumerate(placed.emitted[1]):
-        recorder = _Recorder(propagation, marks=True)
-        program = recorder.program(local_types(propagation))
-
-        def local(*xs: Value, propagation: Propagation = propagation, program: Any = program, k: int = k,
-                  recorder: _Recorder = recorder) -> Any:  # fmt: skip
-            for before in placed.emitted[1][:k]:
-                xs = tuple(_cut(x, f, before) for x, f in zip(xs, before.in_forms, strict=True))
-            env = _evaluated(evaluator, propagation, xs)
-            parts = [_cut(x, f, propagation) for x, f in zip(xs, propagation.in_forms, strict=True)]
-            held = evaluator.run(program, parts)
-            pairs = zip(recorder.held, held, strict=True)
-            same = [_is_held(env[i], f, x, propagation, propagation.block.avals[i]) for (_, i, f), x in pairs]
-            return [lax.pmin(jnp.stack(same).astype(np.int32), tuple(axis.name for axis in axes))]
-
-        with jax.enable_x64(True):
-            same = np.asarray(jax.jit(comparison.on_devices(local, S(), S()))(*xs)[0])
+    differ = Verified(False, _count(comparison.placed.step.jaxpr), 1, tuple(results))
+    for recorder, are_held in comparison.recorded:
+        try:
+            with jax.enable_x64(True):
+                same = np.asarray(are_held(*xs)[0])
+        except UncheckedError:  # of an operation that only this axis has; that results differ is known
+            return differ
         if not same.all():
-            node, i, _ = recorder.held[int(np.argmin(same))]
-            found = node.label, node.line, in_short(propagation.placements[i])
-            return Verified(False, _count(placed.step.jaxpr), 1, tuple(results), *found)
-    return Verified(False, _count(placed.step.jaxpr), 1, tuple(results))
+            i, _ = recorder.held[int(np.argmin(same))]
+            node = next(node for node in _operations(recorder.block) if i in node.outs)
+            placement = in_short(recorder.placed.placements[i])
+            return replace(differ, operation=node.label, line=node.line, placement=placement)
+    return differ
 
 
 def _evaluated(evaluator: Evaluator, propagation: Propagation, xs: Sequence[Value]) -> dict[int, Value]:
     """Return the values of a block, by number, before it is divided over the next axis."""
     block = propagation.block
     env = {i: evaluator.constant(value) for i, value in block.known.items()} | dict(zip(block.inputs, xs, strict=True))
-    for node in block.nodes:
+    for node in _operations(block):
         env.update(zip(node.outs, evaluator.equation(node.eqn, [env[i] for i in node.ins]), strict=True))
     return env
+
+
+def _operations(block: Block) -> Iterator[Node]:
+    """Yield the operations of a block, and in the place of one that stands for owners' work, that work."""
+    for node in block.nodes:
+        if isinstance(node, Owned):
+            yield from (part for work in node.works for part in work.component.nodes)
+        else:
+            yield node
 
 
 def _cut(x: Value, f: Placement, propagation: Propagation) -> Value:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from jaxdist import compat
@@ -78,7 +79,8 @@ class Evaluator:
         name, has_floats = eqn.primitive.name, any(is_float(aval_of(v)) for v in (*eqn.invars, *eqn.outvars))
         if (body := called(eqn)) is not None:
             try:
-                return self.run(body, xs)
+                outs = self.run(body, self._constrained(eqn, "in_shardings", xs))
+                return self._constrained(eqn, "out_shardings", outs)
             except UncheckedError as problem:
                 problem.line = problem.line or compat.user_line(eqn)
                 raise
@@ -93,11 +95,20 @@ class Evaluator:
             return [hashed_as(aval_of(eqn.outvars[0]), f"{name}{settings_of(eqn)}", xs)]
         raise unchecked(eqn)
 
-    @staticmethod
-    def bind(eqn: JaxprEqn, xs: Sequence[Any], **changed: Any) -> Sequence[Any]:
+    def _constrained(self, eqn: JaxprEqn, which: str, xs: Sequence[Any]) -> Sequence[Any]:
+        """Keep the shardings that a call asks for."""
+        shardings = eqn.params.get(which) if self.divides else None
+        if shardings is None:
+            return xs
+        constrained = lambda x, to: jax.tree.map(lambda part: lax.with_sharding_constraint(part, to), x)
+        pairs = zip(xs, shardings, strict=True)
+        return [constrained(x, to) if isinstance(to, jax.sharding.Sharding) else x for x, to in pairs]
+
+    def bind(self, eqn: JaxprEqn, xs: Sequence[Any], **changed: Any) -> Sequence[Any]:
         """Bind an operation as it is, to numbers of the field in the place of floats."""
         none = {k: None for k in ("sharding", "out_sharding", "wire") if k in eqn.params}
-        return compat.bind(eqn, {**eqn.params, **none, **changed}, xs)
+        # What XLA divides gets no help: slices beyond an end are where it is wrong.
+        return compat.bind(eqn, {**eqn.params, **none, **changed}, xs, in_bounds=not self.divides)
 
 
 def unchecked(eqn: JaxprEqn, of: str = "") -> UncheckedError:

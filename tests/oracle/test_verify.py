@@ -256,3 +256,28 @@ def test_the_same_function_divided_by_xla_or_by_hand() -> None:
     assert (found.equal, found.results) == (False, ("result",))
     with raises(ValueError, "return", "(16, 4)"):
         jaxdist.verify.same(lambda x: x, lambda x: x.sum(0), x)
+
+
+def put(x: Any, start: Any) -> Any:
+    """XLA drops the update beyond the end if the columns are divided (openxla/xla#49118)."""
+    return lax.dynamic_update_slice(x, 2 * x[:, :1], [jnp.int32(0), start])
+
+
+def take(x: Any, start: Any) -> Any:
+    """Each device clamps the start by itself (openxla/xla#49122)."""
+    return lax.dynamic_slice(x, [jnp.int32(0), start], (2, 6))
+
+
+@pytest.mark.parametrize("function", [put, take])
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_where_xla_divides_wrong(function: Function, dtype: Any) -> None:
+    """Both ways to ask for shardings; equal if this version of XLA is right."""
+    over = Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    columns, everywhere = NamedSharding(over, P(None, "x")), NamedSharding(over, P())
+    x, start = np.arange(16, dtype=dtype).reshape(2, 8), np.int32(9)
+    by_call = jax.jit(function, in_shardings=(columns, everywhere), out_shardings=columns)
+    constrained = jax.jit(lambda x, start: lax.with_sharding_constraint(function(x, start), columns))
+    for divided, argument in ((by_call, x), (constrained, jax.device_put(x, columns))):
+        is_right = np.array_equal(divided(argument, start), function(x, start))
+        assert jaxdist.verify.same(divided, function, argument, start).equal is is_right
+        assert jaxdist.verify.same(divided, function, argument, np.int32(1))
