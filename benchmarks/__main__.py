@@ -4,7 +4,7 @@ results) and pictures.
     python benchmarks --torch PYTHON
 
 PYTHON is an interpreter with torch (CPU); without it, torch is left out. On a quiet two-core
-machine this takes about an hour. Earlier results stay in --results: `--only where` measures that
+machine this takes about an hour. Earlier results stay in --results: `--only memory` measures that
 again and rewrites the pages from all results; `--only` without a name measures nothing.
 `--processor xeon` stores results separately from those of other processors; the pages show both.
 """
@@ -28,15 +28,12 @@ import summary
 HERE = Path(__file__).resolve().parent
 TITLES = {
     "step_time": "Step time and scaling",
-    "one_example": "One example on two ranks",
-    "where": "Where the time of a step goes",
     "collectives": "Collectives",
     "memory": "Memory by ZeRO level",
     "overhead": "What the host pays",
-    "buckets": "Buckets",
     "estimates": "Estimates",
 }
-BESIDE_TORCH = ("step_time", "one_example", "collectives")
+BESIDE_TORCH = ("step_time", "collectives")
 INTRO = """# Performance: all tables
 
 `python benchmarks --torch PYTHON` writes this page. [Performance](../../docs/performance.md) is the short one. What is
@@ -54,12 +51,6 @@ def measured(results: Path, name: str) -> Iterator[tuple[str, Any]]:
             yield path.stem, json.loads(path.read_text())
 
 
-def summarised(results: Path) -> str:
-    """Return the Markdown of the short page."""
-    there = {name: [found for _, found in measured(results, name)] for name in TITLES}
-    return summary.page({name: found for name, found in there.items() if found})
-
-
 def page(results: Path) -> str:
     """Return the Markdown of all results."""
     sections = []
@@ -74,10 +65,9 @@ def page(results: Path) -> str:
             if len(everywhere) > 1:
                 sections.append(f"### {title}: {report.processor(found)}\n")
             tables = module.markdown(found) if stem == name else getattr(module, "shorter", module.markdown)(found)
-            sections.append(
-                f"{report.used(found)}. {found.get('note', '')}".rstrip()
-                + f"\n\n{tables}\n\n![{title}, {report.processor(found)}](../../docs/img/{stem}.png)\n"
-            )
+            sections.append(f"{report.used(found)}. {found.get('note', '')}".rstrip() + f"\n\n{tables}\n")
+            if hasattr(module, "draw"):
+                sections.append(f"![{title}, {report.processor(found)}](../../docs/img/{stem}.png)\n")
     if not sections:
         raise SystemExit(f"there are no results in {results}")
     machines = dict.fromkeys(f"- {report.said(found)}" for name in TITLES for _, found in measured(results, name))
@@ -88,8 +78,9 @@ def draw(results: Path, pictures: Path) -> None:
     """Draw the pictures of the pages."""
     pictures.mkdir(parents=True, exist_ok=True)
     for name in TITLES:
-        for stem, found in measured(results, name):
-            report.picture(found, importlib.import_module(name).draw, pictures / f"{stem}.png")
+        module = importlib.import_module(name)
+        for stem, found in measured(results, name) if hasattr(module, "draw") else ():
+            report.picture(found, module.draw, pictures / f"{stem}.png")
     for _, found in [*measured(results, "step_time")][:1]:
         report.picture(found, step_time.draw_scaling, pictures / "scaling.png")
 
@@ -114,7 +105,7 @@ def main() -> None:
             command += ["--rounds", str(args.rounds)]
         print(f"== {name}", flush=True)
         subprocess.run(command, check=True)
-    args.page.write_text(summarised(args.results))
+    args.page.write_text(summary.page([found for _, found in measured(args.results, "step_time")]))
     (args.results / "tables.md").write_text(page(args.results))
     draw(args.results, args.page.parent / "img")
 

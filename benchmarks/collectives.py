@@ -1,16 +1,13 @@
-"""jaxdist's eager collectives, mpi4jax in jax.jit, mpi4py on NumPy buffers, torch's gloo: two processes, a core each.
+"""jaxdist's eager collectives beside those of other libraries: two processes, one core each.
 
-    python benchmarks/collectives.py --torch PYTHON --json c.json --markdown c.md --png c.png
+    python benchmarks/collectives.py --torch PYTHON --json collectives.json
 
-Sizes are bytes of one process's input, in float32. Below them, what only waits for the other rank: a barrier (one
-exchange of jaxdist's control channel), and a check that a state of ten leaves is the same.
+Sizes are bytes of one process's input, in float32.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +18,7 @@ from worker import RANK, SIZE, Variant
 OPS = ("allreduce", "reduce_scatter", "allgather", "all_to_all", "broadcast")
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
 WAITS = {"barrier": ("jaxdist mpi", "jaxdist xla", "mpi4py"), "check_sync": ("jaxdist mpi", "jaxdist xla")}
+"""What only waits for the other rank, and the systems that have it: an exchange, and a comparison of ten leaves."""
 
 SYSTEMS = {
     "jaxdist mpi": ["collectives:of_jaxdist", "mpi"],
@@ -105,8 +103,7 @@ def of_torch() -> Callable[[str], Variant]:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
-    dist.init_process_group("gloo", init_method=address, rank=RANK, world_size=SIZE)
+    dist.init_process_group("gloo", rank=RANK, world_size=SIZE)  # at MASTER_ADDR and MASTER_PORT
 
     def call(name: str) -> Variant:
         op, size = name.split()
@@ -173,14 +170,10 @@ def draw(results: dict[str, Any], figure: Any) -> None:
 
 def main() -> None:
     """Measure and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.arguments(__doc__, rounds=7, seconds=0.1, torch=True)
     parser.add_argument("--systems", nargs="*", default=list(SYSTEMS), choices=list(SYSTEMS))
     parser.add_argument("--ops", nargs="*", default=list(OPS), choices=OPS)
     parser.add_argument("--sizes", nargs="*", type=int, default=list(SIZES), help="bytes")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=0.1, help="of one collective of one system in one round")
-    parser.add_argument("--torch", metavar="PYTHON")
-    report.add_arguments(parser)
     args = parser.parse_args()
     systems = [s for s in args.systems if args.torch or s != "torch gloo"]
     with contextlib.ExitStack() as stack:
@@ -193,11 +186,8 @@ def main() -> None:
         # All systems run one collective, then the next.
         tasks = dict(sorted(tasks.items(), key=lambda task: task[0].partition("|")[2]))
         times = take_turns(tasks, build(tasks, args.seconds), args.rounds)
-    results = {
-        "command": report.command(), "machine": report.machine(args.torch), "rounds": args.rounds, "systems": systems,
-        "ops": args.ops, "sizes": args.sizes, "ms": times,
-    }  # fmt: skip
-    report.write(args, results, markdown, draw)
+    results = {"rounds": args.rounds, "systems": systems, "ops": args.ops, "sizes": args.sizes, "ms": times}
+    report.write(args, results, markdown)
 
 
 if __name__ == "__main__":

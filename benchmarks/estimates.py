@@ -1,6 +1,6 @@
 """Estimated and measured time of a step, and whether the mesh with the best estimate is the fastest.
 
-    python benchmarks/estimates.py --json estimates.json --markdown estimates.md --png estimates.png
+    python benchmarks/estimates.py --json estimates.json
 
 Ten models, each on every possible mesh of two devices, at ZeRO levels 0 and 3: the estimate that
 `mesh="auto"` uses, and the median time of a step. The table shows the candidate with the best
@@ -10,6 +10,7 @@ estimate, its estimated and measured milliseconds, and its time divided by the f
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -27,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import report
+from rounds import in_turns
 
 import jaxdist
 from jaxdist.mesh import mesh_of
@@ -149,13 +151,8 @@ def measure(models: Sequence[str], rounds: int, steps: int) -> dict[str, list[Se
             for mesh, level in meshes
             if ("data" not in mesh or len(x) > 1) and ("sequence" not in mesh or x.ndim == 3)
         ]
-        took: list[list[float]] = [[] for _ in candidates]
-        for _ in range(rounds):
-            for each, one in zip(took, candidates, strict=True):
-                each.append(one.run(steps))
-        rows = [
-            (one.name, one.estimate.seconds, *report.spread(each)) for one, each in zip(candidates, took, strict=True)
-        ]
+        took = in_turns({one.name: functools.partial(one.run, steps) for one in candidates}, rounds)
+        rows = [(one.name, one.estimate.seconds, *report.spread(took[one.name])) for one in candidates]
         found[model] = sorted(rows, key=lambda row: row[1])
     return found
 
@@ -192,12 +189,10 @@ def draw(results: dict[str, Any], figure: Any) -> None:
 
 def main() -> None:
     """Measure and report; each rank writes its measurements to a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = report.arguments(__doc__, rounds=5)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
-    report.add_arguments(parser)
     args = parser.parse_args()
     if args.rank:
         ctx = jaxdist.init()
@@ -215,11 +210,7 @@ def main() -> None:
             env = os.environ | {"JAXDIST_COMMUNICATOR": wire}
             subprocess.run(list(map(str, job)), check=True, stdout=subprocess.DEVNULL, env=env)
             wires["MPI" if wire == "mpi" else "gloo"] = json.loads(path.read_text())
-    results = {
-        "command": report.command(), "machine": report.machine(), "rounds": args.rounds, "models": args.models,
-        "found": wires,
-    }  # fmt: skip
-    report.write(args, results, markdown, draw)
+    report.write(args, {"rounds": args.rounds, "models": args.models, "found": wires}, markdown)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measurements that need a GPU: core tests, decorator overhead, memory compared with the plan, utilization.
 
-    python benchmarks/gpu.py --json gpu.json --markdown gpu.md --png gpu.png
+    python benchmarks/gpu.py --json gpu.json
 
 One process, one GPU, jax[cuda12]; the plan uses the same compiler. The model is examples/gpt.py's,
 in bfloat16 with a float32 copy. Each part runs in its own process, to have its own memory peak.
@@ -12,18 +12,18 @@ a large bfloat16 matrix product in the same time.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import report
+from rounds import in_turns
+from worker import Variant, turns
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES: dict[str, dict[str, int]] = {
@@ -38,6 +38,13 @@ KINDS = {"H100": "H100", "H200": "H200", "A100-SXM4-40": "A100-40", "A100-SXM4-8
 
 
 # --- parts: each in its own process, prints one line of JSON
+
+
+def device() -> dict[str, Any]:
+    """Describe the available device."""
+    import jax
+
+    return {"device": jax.devices()[0].device_kind}
 
 
 def core() -> dict[str, Any]:
@@ -71,26 +78,11 @@ def steps(size: str, rounds: int, seconds: float) -> dict[str, Any]:
     """Return milliseconds of the plain step under jit, the decorated one, and each level."""
     import jax
 
-    variants: dict[str, Callable[[int], Any]] = {}
+    variants: dict[str, Variant] = {}
     for name in ("jit", *(f"level {level}" for level in LEVELS)):
         step, state, batch = problem(size, 0 if name == "jit" else int(name[-1]))
-        call = jax.jit(step.__wrapped__, donate_argnums=0) if name == "jit" else step
-        variants[name] = functools.partial(_advance, call, [state], batch)
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    counts = {}
-    for name, advance in variants.items():
-        advance(2)
-        start = time.perf_counter()
-        advance(2)
-        counts[name] = max(2, int(2 * seconds / (time.perf_counter() - start)))
-    order = list(variants)
-    for _ in range(rounds):
-        for name in order:
-            start = time.perf_counter()
-            variants[name](counts[name])
-            times[name].append((time.perf_counter() - start) / counts[name] * 1e3)
-        order.append(order.pop(0))
-    return {"ms": times}
+        variants[name] = _variant(jax.jit(step.__wrapped__, donate_argnums=0) if name == "jit" else step, state, batch)
+    return {"ms": in_turns(turns(variants, seconds), rounds)}
 
 
 def memory(size: str, level: int) -> dict[str, Any]:
@@ -100,9 +92,11 @@ def memory(size: str, level: int) -> dict[str, Any]:
     import jaxdist
 
     step, state, batch = problem(size, level)
-    held = [state]
+    variant = _variant(step, state, batch)
     del state
-    _advance(step, held, batch, 3)
+    for _ in range(3):
+        variant.step()
+    variant.wait()
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     kind = next((kind for name, kind in KINDS.items() if name in device.device_kind), "cpu")
@@ -125,24 +119,13 @@ def utilisation(size: str, rounds: int, seconds: float) -> dict[str, Any]:
     operations = tokens * (6 * (parameters - places) + attention)
     n = 256 if size == "tiny" else 8192
     a = jnp.ones((n, n), jnp.bfloat16)
-    product = jax.jit(lambda x: x @ a)
-    advance, held = functools.partial(_advance, step, [state], batch), [a]
-
-    def multiply(count: int) -> None:
-        for _ in range(count):
-            held[0] = product(held[0])
-        jax.block_until_ready(held)
-
-    rates: dict[str, list[float]] = {"model": [], "product": []}
-    for _ in range(rounds):
-        for name, run, each in (("model", advance, operations), ("product", multiply, 2 * n**3)):
-            run(2)
-            start = time.perf_counter()
-            run(2)
-            count = max(2, int(2 * seconds / (time.perf_counter() - start)))
-            start = time.perf_counter()
-            run(count)
-            rates[name].append(each * count / (time.perf_counter() - start))
+    product = jax.jit(lambda x, a: (x @ a, None))
+    times = in_turns(
+        turns({"model": _variant(step, state, batch), "product": _variant(product, a, a)}, seconds), rounds
+    )
+    rates = {
+        name: [1e3 * count / ms for ms in times[name]] for name, count in (("model", operations), ("product", 2 * n**3))
+    }
     return {"parameters": parameters, "tokens": tokens, "rates": rates}
 
 
@@ -174,12 +157,15 @@ def _planned(size: str, level: int) -> tuple[Any, Any, Any]:
     return gpt.planned(**SIZES[size], bf16=True, level=level)
 
 
-def _advance(step: Any, held: list[Any], batch: Any, count: int) -> None:
+def _variant(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: Any) -> Variant:
     import jax
 
-    for _ in range(count):
+    held = [state]
+
+    def advance() -> None:
         held[0], _ = step(held[0], batch)
-    jax.block_until_ready(held)
+
+    return Variant(advance, lambda: jax.block_until_ready(held))
 
 
 # --- pages
@@ -230,25 +216,12 @@ def _memory(found: dict[str, Any] | None) -> list[str | None]:
     return [f"{found['measured'] / 2**30:.3f}", planned, f"{found['planned'] / found['measured']:.3f}"]
 
 
-def draw(found: dict[str, Any], figure: Any) -> None:
-    """Plot step times, one panel per size."""
-    panels = figure.subplots(1, len(found["sizes"]), squeeze=False)[0]
-    for panel, (size, each) in zip(panels, found["sizes"].items(), strict=True):
-        times = each["steps"]["ms"]
-        panel.barh(list(times), [statistics.median(t) for t in times.values()])
-        panel.set_title(size)
-        panel.set_xlabel("ms a step")
-
-
 def main() -> None:
     """Measure and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.arguments(__doc__, rounds=7, seconds=1.0)
     parser.add_argument("--sizes", nargs="*", default=["124M"], choices=list(SIZES))
     parser.add_argument("--no-core", action="store_true", help="leave the tests out")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of one variant in one round")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
-    report.add_arguments(parser)
     args = parser.parse_args()
     if args.part:
         name, *words = args.part
@@ -261,25 +234,16 @@ def main() -> None:
         }
         print(json.dumps(parts[name]()), flush=True)
         return
-    results: dict[str, Any] = {"command": report.command(), "machine": report.machine(), **part("device")}
-    results |= {} if args.no_core else {"core": part("core")}
-    results["sizes"] = {}
+    results: dict[str, Any] = {**part("device"), **({} if args.no_core else {"core": part("core")}), "sizes": {}}
     for size in args.sizes:
         results["sizes"][size] = {
             "steps": part("steps", size, args.rounds, args.seconds),
             "memory": {f"level {level}": part("memory", size, level) for level in LEVELS},
             "utilisation": part("utilisation", size, args.rounds, args.seconds),
         }
-    report.write(args, results, markdown, draw)
+    report.write(args, results, markdown)
     if results.get("core", {}).get("failed"):
         raise SystemExit("the core does not compute here what it should")
-
-
-def device() -> dict[str, Any]:
-    """Describe the available device."""
-    import jax
-
-    return {"device": jax.devices()[0].device_kind}
 
 
 if __name__ == "__main__":

@@ -16,20 +16,15 @@ import optax
 from jax import lax
 
 
-def loss_of(model: models.Model, activations: Callable[[Any], Any] = lambda x: x) -> Callable[[Any, Any], jax.Array]:
-    """Return ``(params, (inputs, targets)) -> mean loss``.
-
-    Args:
-      model: the model.
-      activations: applied to a GPT's activations before each layer and after the last.
-    """
+def loss_of(model: models.Model) -> Callable[[Any, Any], jax.Array]:
+    """Return ``(params, (inputs, targets)) -> mean loss``."""
     match model:
         case models.Mlp():
             forward = mlp
         case models.LeNet(patches=patches):
             forward = functools.partial(lenet, convolution=of_patches if patches else of_xla)
         case models.Gpt(heads=heads):
-            forward = functools.partial(gpt, heads=heads, activations=activations)
+            forward = functools.partial(gpt, heads=heads)
 
     def loss(params: Any, batch: Any) -> jax.Array:
         inputs, targets = batch
@@ -76,17 +71,15 @@ def of_patches(x_CxYxXxB: jax.Array, w: jax.Array) -> jax.Array:
     return (w.reshape(-1, out).T @ columns).reshape(out, Y, X, -1)
 
 
-def gpt(params: Any, tokens_BxT: jax.Array, heads: int, activations: Callable[[Any], Any]) -> jax.Array:
+def gpt(params: Any, tokens_BxT: jax.Array, heads: int) -> jax.Array:
     """Return logits. Layers run one by one: a scan would copy their weights and gradients."""
-    x_BxTxD = activations(params["embed"][tokens_BxT] + params["place"])
+    x_BxTxD = params["embed"][tokens_BxT] + params["place"]
     B, T, D = x_BxTxD.shape
     for p in params["layers"]:
-        # A matrix, or (D, 3, H, K), which a model axis can cut by heads.
-        qkv = jnp.tensordot(norm(x_BxTxD, p["norm1"]), p["qkv"], 1).reshape(B, T, 3, heads, D // heads)
+        qkv = (norm(x_BxTxD, p["norm1"]) @ p["qkv"]).reshape(B, T, 3, heads, D // heads)
         mixed_BxTxHxK = jax.nn.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True)
         x_BxTxD += mixed_BxTxHxK.reshape(B, T, D) @ p["out"]
         x_BxTxD += jax.nn.gelu(norm(x_BxTxD, p["norm2"]) @ p["up"]) @ p["down"]
-        x_BxTxD = activations(x_BxTxD)
     return norm(x_BxTxD, params["norm"]) @ params["embed"].T
 
 

@@ -3,11 +3,9 @@
 | name | what |
 |---|---|
 | `jaxdist COMMUNICATOR LEVEL` | `jaxdist.data_parallel`, at levels 1 to 3 with `jaxdist.zero` |
-| … `bucket=BYTES`, `compress=bf16`, `within=host` | with this option |
 | `gloo per leaf`, `gloo flat` | `shard_map`; a `pmean` of each gradient, of all gradients in one buffer |
 | `mpi4jax per leaf`, `mpi4jax flat` | a local `jit` with `mpi4jax.allreduce` in it |
-| `jaxdist COMMUNICATOR AXIS` | `jaxdist.parallel`, all ranks on one axis: sequence, or model with Megatron's layouts |
-| `constraints LEVEL`, … `AXIS` | `jit` over global arrays with sharding constraints: level 0, 1 or 3, or an axis |
+| `constraints LEVEL` | `jit` over global arrays with sharding constraints: level 0, 1 or 3 |
 | `jit` | `jax.jit`, on one rank |
 | `raw allreduce` | mpi4py's, on the bytes of the gradients, between two NumPy buffers |
 | … `x2` | on one rank: with the batches of two |
@@ -15,11 +13,7 @@
 
 from __future__ import annotations
 
-import re
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,18 +22,14 @@ import models
 import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_models import loss_of
 from worker import Variant
 
 import jaxdist
-from jaxdist.observe.profile import read
 
 tx = optax.adam(models.LEARNING_RATE)
-
-MEGATRON = {"'qkv'": 2, "'out'": 0, "'up'": 1, "'down'": 0}
-"""The dimension of each layer weight that a model axis cuts; all others stay whole."""
 
 
 class Steps:
@@ -54,89 +44,48 @@ class Steps:
         self.model = models.find(model)
         self.loss = loss_of(self.model)
         self.params = models.init(self.model)
-        if isinstance(self.model, models.Gpt) and self.model in models.ONE_EXAMPLE.values():
-            self.params = by_heads(self.params, self.model.heads)
 
     def __call__(self, name: str) -> Variant:
         """Return the variant with this name."""
         words = name.split()
         twice = words[-1] == "x2"
-        batch = models.batches(self.model, models.ranks_of(self.model, [0, 1] if twice else [self.ctx.rank]))
+        batch = models.batches(self.model, [0, 1] if twice else [self.ctx.rank])
         match words[:-1] if twice else words:
-            case ["jaxdist", communicator, "sequence" | "model" as axis]:
-                return self._over_axis(communicator, axis, batch)
-            case ["jaxdist", communicator, level, *options]:
-                return self._jaxdist(communicator, int(level), batch, options)
+            case ["jaxdist", communicator, level]:
+                return self._jaxdist(communicator, int(level), batch)
             case ["gloo", *how]:
                 return self._loop(self._over_gloo(how), self._globally((self.params, tx.init(self.params)), P()), batch)
             case ["mpi4jax", *how]:
                 return self._locally(self._over_mpi(how), batch)
-            case ["constraints", "sequence" | "model" as axis]:
-                return self._constraints_over_axis(axis, batch)
             case ["constraints", level]:
                 return self._constraints(int(level), batch)
             case ["jit"]:
-                return self._locally(jax.jit(self.plain, donate_argnums=(0, 1)), batch)
+                return self._locally(jax.jit(self._step, donate_argnums=(0, 1)), batch)
             case ["raw", "allreduce"]:
                 return self._raw()
         raise ValueError(f"no variant {name!r}")
 
-    def profile(self, variant: Variant, steps: int) -> dict[str, float]:
-        """Return the share of time spent in collectives, from a trace."""
-        with tempfile.TemporaryDirectory() as folder:
-            with jaxdist.profile(folder):
-                start = time.perf_counter()
-                for _ in range(steps):
-                    variant.step()
-                variant.wait()
-                seconds = time.perf_counter() - start
-            (trace,) = Path(folder, f"rank{self.ctx.rank}").glob("plugins/profile/*/*.xplane.pb")
-            _, each = read(trace)
-            return {"collectives": sum(sum(map(sum, durations)) for durations in each.values()) / seconds}
-
-    def plain(self, params: Any, opt_state: Any, batch: Any) -> Any:
-        """Run the step for one device."""
-        return self._step(params, opt_state, batch, lambda x: x)
-
     def _step(
-        self, params: Any, opt_state: Any, batch: Any, reduce: Callable[[Any], Any], tx: Any = tx, loss: Any = None
+        self, params: Any, opt_state: Any, batch: Any, reduce: Callable[[Any], Any] = lambda x: x, tx: Any = tx
     ) -> Any:
-        """Build a step by hand; `reduce` takes (loss, gradients)."""
-        value, grads = reduce(jax.value_and_grad(loss or self.loss)(params, batch))
+        """Run a step; `reduce` takes (loss, gradients)."""
+        value, grads = reduce(jax.value_and_grad(self.loss)(params, batch))
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
-    # --- jaxdist
+    def _jaxdist(self, communicator: str, level: int, batch: Any) -> Variant:
+        sharded: Any = jaxdist.zero(tx, level) if level else tx  # type: ignore[arg-type]
 
-    def _jaxdist(self, communicator: str, level: int, batch: Any, options: list[str]) -> Variant:
-        given = dict(option.split("=") for option in options)
-        settings: dict[str, Any] = {"donate": True}
-        if "bucket" in given:
-            settings["bucket_bytes"] = int(given["bucket"])
-        if "compress" in given:
-            settings["compress"] = given["compress"]
-        mine = tx if level == 0 else jaxdist.zero(tx, level, given.get("within"))  # type: ignore[arg-type]
-
-        @jaxdist.data_parallel(**settings)
+        @jaxdist.data_parallel(donate=True)
         def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
-            return self._step(params, opt_state, batch, lambda x: x, mine)
-
-        return self._loop(self._with(communicator, train_step), (self.params, mine.init(self.params)), batch)
-
-    def _over_axis(self, communicator: str, axis: str, batch: Any) -> Variant:
-        layouts = MEGATRON if axis == "model" else None
-        step = jaxdist.parallel(self.plain, mesh={axis: self.ctx.size}, layouts=layouts, donate=True)
-        return _stepping(self._with(communicator, step), (self.params, tx.init(self.params)), batch)
-
-    def _with(self, communicator: str, step: Callable[..., Any]) -> Callable[..., Any]:
-        if communicator == "auto":
-            return step
+            return self._step(params, opt_state, batch, tx=sharded)
 
         def call(*args: Any) -> Any:
-            self.ctx.communicator = communicator  # read when the step is built
-            return step(*args)
+            if communicator != "auto":
+                self.ctx.communicator = communicator  # read when the step is built
+            return train_step(*args)
 
-        return call
+        return self._loop(call, (self.params, sharded.init(self.params)), batch)
 
     # --- by hand
 
@@ -179,32 +128,6 @@ class Steps:
         )
         state = jax.tree.map(_place, (self.params, opt_state), (params_at, opt_state_at))
         return self._loop(step, state, batch)
-
-    def _constraints_over_axis(self, axis: str, batch: Any) -> Variant:
-        mesh = Mesh(self.ctx.mesh.devices.ravel(), (axis,))
-
-        def at(path: Any, x: Any) -> NamedSharding:
-            name = jax.tree_util.keystr(path)
-            dims = [dim for leaf, dim in MEGATRON.items() if re.search(leaf, name)] if axis == "model" else []
-            return NamedSharding(mesh, P(*[None] * dims[0], axis) if dims else P())
-
-        state = self.params, tx.init(self.params)
-        params_at, opt_state_at = jax.tree_util.tree_map_with_path(at, state)
-        activations_at = NamedSharding(mesh, P(None, axis) if axis == "sequence" else P())
-        batch_at = jax.tree.map(lambda _: activations_at, batch)
-        loss = loss_of(self.model, lambda x: jax.lax.with_sharding_constraint(x, activations_at))
-
-        def reduce(loss_and_grads: Any) -> Any:
-            return jax.lax.with_sharding_constraint(loss_and_grads, (NamedSharding(mesh, P()), params_at))
-
-        step = jax.jit(
-            lambda params, opt_state, batch: self._step(params, opt_state, batch, reduce, loss=loss),
-            in_shardings=(params_at, opt_state_at, batch_at),
-            out_shardings=(params_at, opt_state_at, NamedSharding(mesh, P())),
-            donate_argnums=(0, 1),
-        )
-        state = jax.tree.map(_place, state, (params_at, opt_state_at))
-        return _stepping(step, state, jax.tree.map(_place, batch, batch_at))
 
     # --- lower bounds
 
@@ -249,12 +172,6 @@ def _each_or_flat(how: list[str], reduce: Callable[[Any], Any]) -> Callable[[Any
         return back(reduce(buffer))
 
     return flat
-
-
-def by_heads(params: Any, heads: int) -> Any:
-    """Return the GPT's query, key and value weights as (width, 3, heads, head width)."""
-    cut = lambda layer: layer | {"qkv": layer["qkv"].reshape(len(layer["qkv"]), 3, heads, -1)}
-    return params | {"layers": [cut(layer) for layer in params["layers"]]}
 
 
 def _place(x: Any, sharding: NamedSharding) -> jax.Array:

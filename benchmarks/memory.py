@@ -1,6 +1,6 @@
 """Bytes that a device holds at each ZeRO level, counted on live arrays, and the ZeRO paper's formulas.
 
-    python benchmarks/memory.py --json memory.json --markdown memory.md --png memory.png
+    python benchmarks/memory.py --json memory.json
 
 Adam on virtual CPU devices: float32, and bfloat16 parameters with a float32 copy. Between steps a device holds
 parameters and optimizer state. Gradients exist only in a step, in XLA's temporaries, with activations and messages.
@@ -9,7 +9,6 @@ Formulas: Rajbhandari et al., arXiv 1910.02054, section 5 (for float32, with 4 b
 
 from __future__ import annotations
 
-import argparse
 import os
 from typing import Any
 
@@ -116,10 +115,9 @@ def draw(results: dict[str, Any], figure: Any) -> None:
 
 def main() -> None:
     """Count and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.arguments(__doc__)
     parser.add_argument("--model", default="MLP-10M", choices=[*models.MODELS, *models.TINY])
     parser.add_argument("--devices", nargs="*", type=int, default=list(DEVICES))
-    report.add_arguments(parser)
     args = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = (
@@ -129,11 +127,9 @@ def main() -> None:
         measure(args.model, kind, level, n, temporaries=n == max(args.devices))
         for kind in KINDS for level in LEVELS for n in args.devices
     ]  # fmt: skip
-    results = {
-        "command": report.command(), "machine": report.machine(), "model": args.model, "devices": args.devices,
-        "parameters": models.parameters(models.find(args.model)), "rows": rows,
-    }  # fmt: skip
-    report.write(args, results, markdown, draw)
+    parameters = models.parameters(models.find(args.model))
+    results = {"model": args.model, "devices": args.devices, "parameters": parameters, "rows": rows}
+    report.write(args, results, markdown)
 
 
 if __name__ == "__main__":

@@ -53,19 +53,13 @@ TINY: dict[str, Model] = {
 }
 """For tests of the benchmarks."""
 
-ONE_EXAMPLE: dict[str, Model] = {
-    "GPT-10M-1024": Gpt(layers=6, width=384, heads=6, context=1024, rows=1),
-    "GPT-tiny-16": Gpt(layers=2, width=32, heads=2, context=16, rows=1),
-}
-"""Batches that no data parallelism divides; the second is for tests of the benchmark."""
-
 LEARNING_RATE = 1e-3
 VOCABULARY = 256
 
 
 def find(name: str) -> Model:
     """Return the model with this name."""
-    return (MODELS | TINY | ONE_EXAMPLE)[name]
+    return (MODELS | TINY)[name]
 
 
 def init(model: Model) -> Any:
@@ -113,11 +107,6 @@ def batches(model: Model, ranks: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Join the batches of several ranks."""
     inputs, targets = zip(*(batch(model, rank) for rank in ranks), strict=True)
     return np.concatenate(inputs), np.concatenate(targets)
-
-
-def ranks_of(model: Model, ranks: list[int]) -> list[int]:
-    """Return the ranks whose batches these ranks use: the first one's if it cannot be divided."""
-    return [0] if model in ONE_EXAMPLE.values() else ranks
 
 
 def leaves(tree: Any) -> list[np.ndarray]:

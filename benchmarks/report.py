@@ -113,36 +113,29 @@ def command() -> str:
     return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
 
 
-def add_arguments(parser: argparse.ArgumentParser, pictures: bool = True) -> None:
-    """Add arguments for the files of results."""
+def arguments(
+    about: str | None, rounds: int | None = None, seconds: float | None = None, torch: bool = False
+) -> argparse.ArgumentParser:
+    """Return a parser of the arguments that benchmarks share, with these defaults; without a default, there is none."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if rounds:
+        parser.add_argument("--rounds", type=int, default=rounds)
+    if seconds:
+        parser.add_argument("--seconds", type=float, default=seconds, help="of one variant in one round")
+    if torch:
+        parser.add_argument(
+            "--torch", metavar="PYTHON", help="an interpreter with torch; without it, torch is left out"
+        )
     parser.add_argument("--json", type=Path, help="every number")
-    parser.add_argument("--markdown", type=Path, help="the tables")
-    if pictures:
-        parser.add_argument("--png", type=Path, help="the picture (needs matplotlib)")
+    return parser
 
 
-def write(
-    args: argparse.Namespace,
-    results: dict[str, Any],
-    markdown: Callable[[dict[str, Any]], str],
-    draw: Callable[[dict[str, Any], Any], None] | None = None,
-) -> None:
-    """Print the tables, and write the requested files.
-
-    Args:
-      args: from `add_arguments`.
-      results: the content of the JSON file.
-      markdown: makes the tables.
-      draw: draws into a matplotlib figure; None if `args` has no picture.
-    """
+def write(args: argparse.Namespace, results: dict[str, Any], markdown: Callable[[dict[str, Any]], str]) -> None:
+    """Print the tables of results, and write these with the command and the machine to the file of the arguments."""
+    results = {"command": command(), "machine": machine(getattr(args, "torch", None)), **results}
     if args.json:  # first, so that measurements survive if the report fails
         args.json.write_text(json.dumps(results) + "\n")
-    text = markdown(results)
-    print(text, flush=True)
-    if args.markdown:
-        args.markdown.write_text(text + "\n")
-    if draw is not None and args.png:
-        picture(results, draw, args.png)
+    print(markdown(results), flush=True)
 
 
 def picture(results: dict[str, Any], draw: Callable[[dict[str, Any], Any], None], path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import select
@@ -13,10 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, TextIO
+
+from worker import steps_in
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT = 600.0  # seconds for any request to a job
@@ -87,9 +90,9 @@ class Job:
             connection.sendall(json.dumps({"do": do, "name": name, **more}).encode() + b"\n")
         return self._replies()
 
-    def milliseconds(self, do: str, name: str, steps: int) -> float:
-        """Return the slowest rank's milliseconds for ``"run"`` or ``"dispatch"``."""
-        return max(reply["ms"] for reply in self.ask(do, name, steps=steps))
+    def run(self, name: str, steps: int) -> float:
+        """Return the slowest rank's milliseconds per step."""
+        return round(max(reply["ms"] for reply in self.ask("run", name, steps=steps)), 5)
 
     def end(self) -> None:
         """Stop the ranks."""
@@ -164,23 +167,27 @@ def build(tasks: dict[str, tuple[Job, str]], seconds: float) -> dict[str, Built]
         found[label] = Built(
             max(r["first_call_s"] for r in replies),
             [] if each[0][0] is None else [statistics.mean(step) for step in zip(*each, strict=True)],
-            max(2, min(500, int(seconds / max(r["step_s"] for r in replies)))),
+            steps_in(seconds, max(r["step_s"] for r in replies)),
         )
     return found
 
 
 def take_turns(tasks: dict[str, tuple[Job, str]], built: dict[str, Built], rounds: int) -> dict[str, list[float]]:
-    """Return milliseconds per step of each variant in each round. The first variant changes from
-    round to round, since variants after heavy work run slower."""
-    times: dict[str, list[float]] = {label: [] for label in tasks}
-    order = list(tasks)
+    """Return milliseconds per step of each variant in each round."""
+    return in_turns({x: functools.partial(job.run, name, built[x].steps) for x, (job, name) in tasks.items()}, rounds)
+
+
+def in_turns(turns: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Return what each turn measures in each round. The first one changes from round to round, since what comes
+    after heavy work is slower."""
+    measured: dict[str, list[float]] = {label: [] for label in turns}
+    order = list(turns)
     for i in range(rounds):
         print(f"round {i + 1} of {rounds}", file=sys.stderr, flush=True)
         for label in order:
-            job, name = tasks[label]
-            times[label].append(round(job.milliseconds("run", name, built[label].steps), 5))
+            measured[label].append(turns[label]())
         order.append(order.pop(0))
-    return times
+    return measured
 
 
 def free_port() -> int:

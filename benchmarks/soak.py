@@ -1,7 +1,7 @@
 """Load tests: are large collectives always exact, and does memory stay flat in a long job?
 
-    jaxdist run -n 3 --communicator mpi benchmarks/soak.py load --times 200 --mib 64 --json load.json
-    jaxdist run -n 3 --communicator xla benchmarks/soak.py train --minutes 30 --json soak.json
+    jaxdist run -n 3 --communicator mpi benchmarks/soak.py --json load.json load --times 200 --mib 64
+    jaxdist run -n 3 --communicator xla benchmarks/soak.py --json soak.json train --minutes 30
     jaxdist run -n 32 benchmarks/soak.py train --cycles 1
 
 *load* makes this many all-reduces and reduce-scatters, with new numbers each time, and compares every
@@ -97,21 +97,8 @@ def limit_of(watched: str, values: Sequence[float]) -> float:
 class _Malloc(ctypes.Structure):
     """glibc's `struct mallinfo2`: total sizes of all pools, in bytes."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "top",
-        )
-    )
+    _names = "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "top"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names)
 
 
 def sample() -> list[float]:
@@ -239,11 +226,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             elapsed = time.monotonic() - start
             samples.extend([elapsed, *sample()])
             if ctx.is_root and cycle % 100 == 0:
-                print(
-                    f"{elapsed / 60:.1f} minutes, {cycle} cycles: {[round(v) for v in samples[-5:]]}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                last = [round(v) for v in samples[-5:]]
+                print(f"{elapsed / 60:.1f} minutes, {cycle} cycles: {last}", file=sys.stderr, flush=True)
             over = cycle >= args.cycles if args.cycles else elapsed >= 60 * args.minutes
             over, save = ctx.broadcast((over, cycle < args.warm_up or elapsed >= due))  # the root's clock
             if save:
@@ -271,7 +255,7 @@ def trends(found: dict[str, Any]) -> list[tuple[int, str, Trend | None]]:
     """Return trends for each rank and watched value."""
     return [
         (rank, name, trend([s[0] for s in samples], values, limit_of(name, values)))
-        for rank, samples in enumerate(found["samples"])
+        for rank, samples in enumerate(found.get("samples", []))
         for i, name in enumerate(WATCHED, 1)
         for values in [[s[i] for s in samples]]
     ]
@@ -305,7 +289,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run one rank; the root reports."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.arguments(__doc__)
     commands = parser.add_subparsers(dest="what", required=True)
     one = commands.add_parser("load", help="large collectives")
     one.add_argument("--times", type=int, default=200)
@@ -317,17 +301,13 @@ def main() -> None:
     other.add_argument("--warm-up", type=int, default=60, metavar="CYCLES", help="with a save in each; default: 60")
     other.add_argument("--level", type=int, default=1, choices=range(4), help="of jaxdist.zero; default: 1")
     other.add_argument("--checkpoints", type=Path, help="keep them here, and go on from what is there")
-    for each in (one, other):
-        report.add_arguments(each, pictures=False)
     args = parser.parse_args()
     found = load(args) if args.what == "load" else train(args)
     import jaxdist
 
     if jaxdist.get_context().is_root:
-        report.write(args, {"command": report.command(), "machine": report.machine(), **found}, markdown)
-    grows = (
-        any(fit is not None and fit.verdict == "grows" for _, _, fit in trends(found)) if "samples" in found else False
-    )
+        report.write(args, found, markdown)
+    grows = any(fit is not None and fit.verdict == "grows" for _, _, fit in trends(found))
     sys.exit(1 if found["wrong"] or grows else 0)
 
 

@@ -1,6 +1,6 @@
 """Step time of jaxdist, torch, and hand-written JAX: two ranks, one core each, equal weights and batches.
 
-    python benchmarks/step_time.py --torch PYTHON --json step_time.json --markdown step_time.md --png step_time.png
+    python benchmarks/step_time.py --torch PYTHON --json step_time.json
 
 "jaxdist mpi 3" is jaxdist over MPI at ZeRO level 3; xla is gloo. In hand-written JAX, "per leaf" sends each
 gradient, "flat" sends all in one buffer, and "constraints" is `jax.jit` with sharding constraints over gloo. "1
@@ -9,7 +9,6 @@ rank x2" has the batch of both ranks. It fails unless all variants agree in the 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fnmatch
 from collections.abc import Sequence
@@ -50,36 +49,50 @@ class Comparison(NamedTuple):
     Attributes:
       one: a variant's label.
       other: labels of variants whose times are added up.
+      peer: what the other one is on the short page, which has the comparisons with torch.
     """
 
     one: str
     other: tuple[str, ...]
+    peer: str = ""
 
     @property
     def title(self) -> str:
         """Return the label of a row."""
         return f"{self.one} / {self.other[0]}" if len(self.other) == 1 else f"{self.one} / ({' + '.join(self.other)})"
 
+    def ratios(self, found: dict[str, Any]) -> dict[str, report.Spread | None]:
+        """Return the ratio for each model."""
+        return {name: report.ratio(m["ms"], self.one, self.other) for name, m in found.items()}
+
+    def medians(self, found: dict[str, Any]) -> list[float | None]:
+        """Return the median of the ratio for each model."""
+        return [ratio and ratio.median for ratio in self.ratios(found).values()]
+
+    def slower(self, found: dict[str, Any]) -> str:
+        """List the models for which the median is above 1, in words."""
+        return ", ".join(f"{name} {ratio}" for name, ratio in self.ratios(found).items() if ratio and ratio.median > 1)
+
 
 COMPARISONS = [
-    Comparison("jaxdist mpi 0", ("torch DDP",)),
-    Comparison("jaxdist mpi 0", ("torch DDP fused",)),
-    Comparison("jaxdist mpi 1", ("torch ZeRO",)),
-    Comparison("jaxdist mpi 3", ("torch FSDP2",)),
+    Comparison("jaxdist mpi 0", ("torch DDP",), "DDP"),
+    Comparison("jaxdist mpi 0", ("torch DDP fused",), "DDP, fused Adam"),
+    Comparison("jaxdist mpi 1", ("torch ZeRO",), "ZeroRedundancyOptimizer"),
+    Comparison("jaxdist mpi 3", ("torch FSDP2",), "FSDP2"),
     Comparison("jaxdist mpi 0", ("gloo per leaf",)),
     Comparison("jaxdist mpi 0", ("gloo flat",)),
     Comparison("jaxdist mpi 0", ("mpi4jax per leaf",)),
     Comparison("jaxdist mpi 0", ("mpi4jax flat",)),
     Comparison("jaxdist mpi 0", ("1 rank: jaxdist", "raw allreduce")),
-    Comparison("jaxdist xla 0", ("torch DDP",)),
+    Comparison("jaxdist xla 0", ("torch DDP",), "DDP over gloo"),
     Comparison("jaxdist xla 0", ("gloo per leaf",)),
     Comparison("jaxdist xla 0", ("gloo flat",)),
     Comparison("jaxdist xla 0", ("constraints 0",)),
     Comparison("jaxdist xla 1", ("constraints 1",)),
     Comparison("jaxdist xla 3", ("constraints 3",)),
     Comparison("1 rank: jaxdist", ("1 rank: jit",)),
-    Comparison("1 rank: jaxdist", ("1 rank: torch",)),
-    Comparison("1 rank x2: jaxdist", ("1 rank x2: torch",)),
+    Comparison("1 rank: jaxdist", ("1 rank: torch",), "one rank alone"),
+    Comparison("1 rank x2: jaxdist", ("1 rank x2: torch",), "one rank with both batches"),
 ]
 SCALING = {"jaxdist mpi 0": "jaxdist", "jaxdist xla 0": "jaxdist", "torch DDP": "torch"}
 SHOWN = {
@@ -90,71 +103,45 @@ SHOWN = {
 FIRST_CALLS = ("jaxdist mpi 0", "jaxdist mpi 3", "gloo flat", "torch DDP", "1 rank: jit")
 
 
-def faster_peers(found: dict[str, Any]) -> list[str]:
-    """List comparisons with other systems whose median is above 1 for some model, in words."""
-    lines = []
-    for c in COMPARISONS:
-        ratios = {name: report.ratio(m["ms"], c.one, c.other) for name, m in found.items()}
-        slower = [f"{name} {ratio}" for name, ratio in ratios.items() if ratio and ratio.median > 1]
-        if slower and "jaxdist" not in c.other[0]:
-            lines.append(f"- {c.title}: {', '.join(slower)}")
-    return lines
-
-
-def check_losses(losses: dict[str, list[float]], tolerance: float = TOLERANCE, apart: str = "1 rank:") -> float:
+def check_losses(losses: dict[str, list[float]]) -> float:
     """Return the largest relative difference between variants that train on the same examples.
 
     Args:
-      losses: losses of each variant's first steps.
-      tolerance: relative tolerance.
-      apart: prefix of labels of variants that train on different examples.
+      losses: losses of each variant's first steps. Those of "1 rank:" have other examples.
 
     Raises:
-      SystemExit: the difference is larger than `tolerance`, or a loss is NaN.
+      SystemExit: the difference is larger than `TOLERANCE`, or a loss is NaN.
     """
     worst = 0.0
     references: dict[bool, str] = {}
     for label, mine in losses.items():
-        reference = references.setdefault(label.startswith(apart), label)
+        reference = references.setdefault(label.startswith("1 rank:"), label)
         for a, b in zip(mine, losses[reference], strict=True):
             difference = abs(a - b) / abs(b)
-            if not difference <= tolerance:
+            if not difference <= TOLERANCE:
                 raise SystemExit(f"{label} does not compute what {reference} does: losses {mine}, {losses[reference]}")
             worst = max(worst, difference)
     return worst
 
 
-def chosen(
-    variants: dict[str, tuple[str, str]], patterns: Sequence[str], torch: str | None
-) -> dict[str, tuple[str, str]]:
-    """Return the variants that a command selects.
-
-    Args:
-      variants: label -> job, and name there.
-      patterns: patterns for labels.
-      torch: an interpreter, or None to leave out torch's variants.
+def chosen(patterns: Sequence[str], torch: str | None) -> dict[str, tuple[str, str]]:
+    """Return the variants whose labels have one of these patterns, without torch's if there is no such interpreter.
 
     Raises:
-      SystemExit: none is selected.
+      SystemExit: there are none.
     """
     found = {
         label: how
-        for label, how in variants.items()
+        for label, how in VARIANTS.items()
         if any(fnmatch.fnmatch(label, pattern) for pattern in patterns) and (torch or "torch" not in how[0])
     }
     if not found:
-        raise SystemExit(f"no variant is like {patterns}; there are {list(variants)}")
+        raise SystemExit(f"no variant is like {patterns}; there are {list(VARIANTS)}")
     return found
 
 
 def measure(
-    model: str,
-    variants: dict[str, tuple[str, str]],
-    rounds: int,
-    seconds: float,
-    torch: str | None = None,
-    tolerance: float = TOLERANCE,
-    apart: str = "1 rank:",
+    model: str, variants: dict[str, tuple[str, str]], rounds: int, seconds: float, torch: str | None
 ) -> dict[str, Any]:
     """Measure all variants with one model.
 
@@ -164,8 +151,6 @@ def measure(
       rounds: the number of rounds.
       seconds: time per variant and round.
       torch: an interpreter.
-      tolerance: tolerance of the losses.
-      apart: see `check_losses`.
     """
     with contextlib.ExitStack() as stack:
         jobs: dict[str, Job] = {}
@@ -176,79 +161,68 @@ def measure(
         tasks = {label: (jobs[job], name) for label, (job, name) in variants.items()}
         built: dict[str, Built] = build(tasks, seconds)
         losses = {label: b.losses for label, b in built.items() if b.losses}
-        worst = check_losses(losses, tolerance, apart)
+        leaves = models.leaves(models.init(models.find(model)))
         return {
-            "parameters": models.parameters(models.find(model)),
-            "leaves": len(models.leaves(models.init(models.find(model)))),
+            "parameters": sum(x.size for x in leaves),
+            "leaves": len(leaves),
             "rows": models.find(model).rows,
             "losses": losses,
-            "largest_difference": worst,
+            "largest_difference": check_losses(losses),
             "first_call_s": {label: round(b.first_call_s, 3) for label, b in built.items()},
             "ms": take_turns(tasks, built, rounds),
         }
 
 
-def shorter(results: dict[str, Any]) -> str:
-    """Return the page for a second processor: ratios to torch, and all cases in which a peer is faster."""
-    return markdown(results, "Ratios", "torch")
-
-
-def markdown(results: dict[str, Any], only: str = "", beside: str = "") -> str:
-    """Return the tables.
-
-    Args:
-      results: the results.
-      only: prefix of the wanted titles.
-      beside: part of the names of variants in the denominators of the wanted ratios.
-    """
+def markdown(results: dict[str, Any]) -> str:
+    """Return the tables."""
     found = results["models"]
     labels = [label for label in VARIANTS if any(label in m["ms"] for m in found.values())]
-
-    def times(label: str) -> list[Any]:
-        return [
-            report.number(report.spread(m["ms"][label]).median) if label in m["ms"] else None for m in found.values()
-        ]
-
-    def first_call(label: str) -> list[Any]:
-        calls = [m["first_call_s"].get(label) for m in found.values()]
-        return [x if x is None else report.number(x) for x in calls]
-
-    def medians(ratios: list[report.Spread | None]) -> list[Any]:
-        return [r and report.number(r.median) for r in ratios]
-
-    def compared(c: Comparison) -> list[Any]:
-        return medians([report.ratio(m["ms"], c.one, c.other) for m in found.values()])
-
-    def scaled(label: str, alone: str) -> list[Any]:
-        return medians([report.ratio(m["ms"], alone, (label,)) for m in found.values()])
-
     sizes = [f"{m['parameters'] / 1e6:.3g}M, {m['leaves']}, {m['rows']}" for m in found.values()]
-    worst = max(m["largest_difference"] for m in found.values())
-    sections: dict[str, list[list[Any]]] = {
-        "Medians of ms a step.": [["parameters, leaves, batch", *sizes], *([x, *times(x)] for x in labels)],
-        "Ratios within rounds, medians.": [[c.title, *compared(c)] for c in COMPARISONS if beside in c.other[0]],
-        "Weak scaling, 1 → 2 ranks, as large a batch for each: the step of one / that of two, at best 1.": [
-            [label, *scaled(label, f"1 rank: {kind}")] for label, kind in SCALING.items()
-        ],
-        "Strong scaling, 1 → 2 ranks, the same batch in all: the step of one / that of two, at best 2.": [
-            [label, *scaled(label, f"1 rank x2: {kind}")] for label, kind in SCALING.items()
-        ],
-        "Seconds of the first call: trace, compile, run.": [
-            [label, *first_call(label)] for label in labels if label in FIRST_CALLS
-        ],
-    }
-    intro = (
+    medians = {x: [report.spread(m["ms"][x]).median if x in m["ms"] else None for m in found.values()] for x in labels}
+    first_calls = {x: [m["first_call_s"].get(x) for m in found.values()] for x in labels if x in FIRST_CALLS}
+
+    def scaled(alone: str) -> dict[str, list[float | None]]:
+        return {label: Comparison(alone + kind, (label,)).medians(found) for label, kind in SCALING.items()}
+
+    weak = "Weak scaling, 1 → 2 ranks, as large a batch for each: the step of one / that of two, at best 1."
+    strong = "Strong scaling, 1 → 2 ranks, the same batch in all: the step of one / that of two, at best 2."
+    text = [
+        _agreement(results),
+        *_section("Medians of ms a step.", found, medians, ["parameters, leaves, batch", *sizes]),
+        *_ratios(found),
+        *_section(weak, found, scaled("1 rank: ")),
+        *_section(strong, found, scaled("1 rank x2: ")),
+        *_section("Seconds of the first call: trace, compile, run.", found, first_calls),
+    ]
+    return "\n\n".join(text)
+
+
+def shorter(results: dict[str, Any]) -> str:
+    """Return the page for a second processor: ratios to torch, and all cases in which a peer is faster."""
+    return "\n\n".join([_agreement(results), *_ratios(results["models"], "torch")])
+
+
+def _agreement(results: dict[str, Any]) -> str:
+    worst = max(m["largest_difference"] for m in results["models"].values())
+    return (
         f"Medians of {results['rounds']} rounds. The losses of the first three steps agree between "
         f"all variants to {worst:.1e} (relative; {TOLERANCE:g} is allowed)."
     )
-    text = [intro]
-    for title, rows in sections.items():
-        rows = [row for row in rows if any(cell is not None for cell in row[1:])]
-        if rows and title.startswith(only):
-            text += [title, report.table(["", *found], rows)]
-        if title.startswith("Ratios") and (lines := faster_peers(found)):
-            text += ["The other one is faster here (median above 1, smallest–largest):", "\n".join(lines)]
-    return "\n\n".join(text)
+
+
+def _ratios(found: dict[str, Any], peer: str = "") -> list[str]:
+    """Return the ratios to variants with this in their names, and where any peer is faster."""
+    ratios = {c.title: c.medians(found) for c in COMPARISONS if peer in c.other[0]}
+    slower = {c.title: c.slower(found) for c in COMPARISONS if "jaxdist" not in c.other[0]}
+    lines = "\n".join(f"- {title}: {models}" for title, models in slower.items() if models)
+    faster = ["The other one is faster here (median above 1, smallest–largest):", lines] if lines else []
+    return [*_section("Ratios within rounds, medians.", found, ratios), *faster]
+
+
+def _section(title: str, found: dict[str, Any], rows: dict[str, list[float | None]], *first: list[str]) -> list[str]:
+    """Return the title and a table with a column per model, without empty rows; nothing if all are."""
+    cells = [[x, *(n and report.number(n) for n in row)] for x, row in rows.items() if any(n is not None for n in row)]
+    return [title, report.table(["", *found], [*first, *cells])] if cells else []
 
 
 def draw(results: dict[str, Any], figure: Any) -> None:
@@ -292,19 +266,13 @@ def draw_scaling(results: dict[str, Any], figure: Any) -> None:
 
 def main() -> None:
     """Measure and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.arguments(__doc__, rounds=7, seconds=0.5, torch=True)
     parser.add_argument("--models", nargs="*", default=list(models.MODELS), choices=[*models.MODELS, *models.TINY])
     parser.add_argument("--variants", nargs="*", default=["*"], help="patterns, such as 'jaxdist mpi *'")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of one variant in one round")
-    parser.add_argument("--torch", metavar="PYTHON")
-    report.add_arguments(parser)
     args = parser.parse_args()
-    variants = chosen(VARIANTS, args.variants, args.torch)
-    results = {"command": report.command(), "machine": report.machine(args.torch), "rounds": args.rounds, "models": {}}
-    for model in args.models:
-        results["models"][model] = measure(model, variants, args.rounds, args.seconds, args.torch)
-    report.write(args, results, markdown, draw)
+    variants = chosen(args.variants, args.torch)
+    found = {model: measure(model, variants, args.rounds, args.seconds, args.torch) for model in args.models}
+    report.write(args, {"rounds": args.rounds, "models": found}, markdown)
 
 
 if __name__ == "__main__":

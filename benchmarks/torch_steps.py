@@ -5,31 +5,20 @@
 | `DDP`, `DDP fused` | `DistributedDataParallel`, Adam; `Adam(fused=True)` |
 | `ZeRO` | `DistributedDataParallel` with `ZeroRedundancyOptimizer` |
 | `FSDP2` | `fully_shard` of each layer and of the whole |
-| `HSDP` | the same within each half of the ranks, replicated across |
-| `parallelize_module` | a GPT cut as Megatron does: `ColwiseParallel` and `RowwiseParallel` |
 | `plain`, `plain x2` | one rank, with its batch or the batches of both |
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import models
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
 from torch.nn.parallel import DistributedDataParallel
 from worker import RANK, SIZE, Variant
 
@@ -72,62 +61,6 @@ def lenet(params: list[Any]) -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def _without_bias(weight: Any) -> nn.Linear:
-    """Return a linear layer with a weight (in, out)."""
-    module = nn.Linear(*weight.shape, bias=False)
-    module.weight = _parameter(weight.T)
-    return module
-
-
-class Attention(nn.Module):
-    """Attention with as many heads as its weights have."""
-
-    def __init__(self, params: dict[str, Any], heads: int):
-        super().__init__()
-        self.width = len(params["out"]) // heads
-        self.q, self.k, self.v = map(_without_bias, np.split(params["qkv"], 3, axis=1))
-        self.out = _without_bias(params["out"])
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the addition to the normed `x`."""
-        heads = [m(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for m in (self.q, self.k, self.v)]
-        return self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
-
-
-class Dense(nn.Module):
-    """The two dense layers."""
-
-    def __init__(self, params: dict[str, Any]):
-        super().__init__()
-        self.up, self.down = _without_bias(params["up"]), _without_bias(params["down"])
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the addition to the normed `x`."""
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
-
-
-class ParallelBlock(nn.Module):
-    """A `Block` with weights as modules, which `parallelize_module` divides."""
-
-    def __init__(self, params: dict[str, Any], heads: int):
-        super().__init__()
-        self.norm1, self.norm2 = _parameter(params["norm1"]), _parameter(params["norm2"])
-        self.attention, self.dense = Attention(params, heads), Dense(params)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply attention, then the two dense layers."""
-        x = x + self.attention(F.rms_norm(x, x.shape[-1:], self.norm1, 1e-6))
-        return x + self.dense(F.rms_norm(x, x.shape[-1:], self.norm2, 1e-6))
-
-    def divide(self, mesh: Any) -> None:
-        """Divide by heads, and by the hidden layer; sum the gradient of the input of q, k and v once."""
-        whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
-        columns, rows = ColwiseParallel(), RowwiseParallel()
-        plan = {"attention": whole, "attention.q": columns, "attention.k": columns, "attention.v": columns,
-                "attention.out": rows, "dense.up": columns, "dense.down": rows}  # fmt: skip
-        parallelize_module(self, mesh, plan)
-
-
 class Block(nn.Module):
     """A layer of the GPT."""
 
@@ -152,10 +85,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A byte-level GPT with a tied embedding."""
 
-    def __init__(self, params: dict[str, Any], heads: int, block: Any = Block):
+    def __init__(self, params: dict[str, Any], heads: int):
         super().__init__()
         self.embed, self.place = _parameter(params["embed"]), _parameter(params["place"])
-        self.layers = nn.ModuleList([block(p, heads) for p in params["layers"]])
+        self.layers = nn.ModuleList([Block(p, heads) for p in params["layers"]])
         self.norm = _parameter(params["norm"])
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -177,25 +110,19 @@ class Steps:
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)  # as XLA does
         if SIZE > 1:
-            address = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ['MASTER_PORT']}"
-            dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=RANK, world_size=SIZE)
+            dist.init_process_group("gloo", rank=RANK, world_size=SIZE)  # at MASTER_ADDR and MASTER_PORT
         self.model = models.find(model)
 
     def __call__(self, name: str) -> Variant:
         """Return the variant with this name."""
-        inputs, targets = self._batch(models.ranks_of(self.model, [0, 1] if name.endswith(" x2") else [RANK]))
-        module = self._module(ParallelBlock if name == "parallelize_module" else Block)
-        if name in ("FSDP2", "HSDP"):
+        inputs, targets = self._batch([0, 1] if name.endswith(" x2") else [RANK])
+        module = self._module()
+        if name == "FSDP2":
             layers = module.layers if isinstance(module, GPT) else module.children()
-            shape, names = ((SIZE,), ("shard",)) if name == "FSDP2" else ((2, SIZE // 2), ("replicate", "shard"))
-            mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
+            mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
             for layer in [x for x in layers if any(True for _ in x.parameters())]:
                 fully_shard(layer, mesh=mesh)
             fully_shard(module, mesh=mesh)
-        elif name == "parallelize_module":
-            mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
-            for layer in module.layers:
-                layer.divide(mesh)
         elif SIZE > 1:
             module = DistributedDataParallel(module)
         kind, rate = torch.optim.Adam, models.LEARNING_RATE
@@ -213,7 +140,7 @@ class Steps:
 
         return Variant(step)
 
-    def _module(self, block: Any) -> Any:
+    def _module(self) -> Any:
         params = models.init(self.model)
         match self.model:
             case models.Mlp():
@@ -221,7 +148,7 @@ class Steps:
             case models.LeNet():
                 return lenet(params)
             case models.Gpt(heads=heads):
-                return GPT(params, heads, block)
+                return GPT(params, heads)
 
     def _batch(self, ranks: list[int]) -> tuple[Tensor, Tensor]:
         inputs, targets = models.batches(self.model, ranks)

@@ -8,6 +8,7 @@ requests in a socket read, which needs no core, unlike waiting in an MPI call.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -61,16 +62,15 @@ def run(variant: Variant, steps: int) -> float:
     return (time.perf_counter() - start) / steps * 1e3
 
 
-def dispatch(variant: Variant, steps: int) -> float:
-    """Return the median milliseconds until a call returns, with idle devices."""
-    times = []
-    for _ in range(steps):
-        variant.wait()
-        start = time.perf_counter()
-        variant.step()
-        times.append(time.perf_counter() - start)
-    variant.wait()
-    return sorted(times)[steps // 2] * 1e3
+def steps_in(seconds: float, step_s: float) -> int:
+    """Return the number of steps that fill a turn of so many seconds."""
+    return max(2, min(500, int(seconds / step_s)))
+
+
+def turns(variants: dict[str, Variant], seconds: float) -> dict[str, Callable[[], float]]:
+    """Compile variants in this process; return calls that `run` each for so many seconds."""
+    steps = {name: steps_in(seconds, first(variant)["step_s"]) for name, variant in variants.items()}
+    return {name: functools.partial(run, variant, steps[name]) for name, variant in variants.items()}
 
 
 def main() -> None:
@@ -91,17 +91,13 @@ def main() -> None:
             say(rank=RANK)
             for line in orders:
                 order = json.loads(line)
-                name, steps = order["name"], order.get("steps", 0)
+                name = order["name"]
                 match order["do"]:
                     case "build":
                         variants[name] = build(name)
                         say(**first(variants[name]))
                     case "run":
-                        say(ms=run(variants[name], steps))
-                    case "dispatch":
-                        say(ms=dispatch(variants[name], steps))
-                    case "profile":
-                        say(**build.profile(variants[name], steps))
+                        say(ms=run(variants[name], order["steps"]))
         except (BrokenPipeError, ConnectionResetError):
             pass  # the other end is gone
         except Exception:

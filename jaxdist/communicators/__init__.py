@@ -61,7 +61,7 @@ def lowering(communicator: str | Rules, mesh: Mesh) -> Interpreter:
 
 def default_bucket_bytes(communicator: str | Rules, mesh: Mesh, machine: Machine) -> int:
     """Return the default size of gradient buckets in bytes."""
-    # On CPU processes (benchmarks/buckets.py), a message costs gloo about 0.1 ms and MPI 0.01 ms; from 1 MiB per
+    # On CPU processes (benchmarks/notes.md), a message costs gloo about 0.1 ms and MPI 0.01 ms; from 1 MiB per
     # tensor, the copy costs more. Virtual devices of one process also have cheap messages. On GPUs, XLA's combiner
     # merges reductions without copying (see docs/per-device.md).
     if not machine.kind.is_cpu:
