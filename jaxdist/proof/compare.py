@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,16 @@ from jaxdist.placements.model.strategy import Propagation, in_short
 from jaxdist.placements.model.values import REPLICATED, Partial, Placement, Split
 from jaxdist.placements.search.owners.assignment import Owned
 from jaxdist.proof import field, rules  # noqa: F401  (they enter their tables)
-from jaxdist.proof.evaluate import Evaluator, UncheckedError, is_complex, is_float
+from jaxdist.proof.evaluate import Evaluator, UncheckedError, in_field, is_complex, is_float
 
 Value = Any  # an array, or a `Pair`
+
+
+class Point(NamedTuple):
+    """Where programs are evaluated."""
+
+    order: np.ndarray  # of numbers, see `field.drawn_order`
+    xs: Sequence[Value]  # the arguments
 
 
 @dataclass(frozen=True)
@@ -79,9 +86,9 @@ def verified(
         raise ValueError("strict=True with compress=: gradients are rounded, as it says, before they are added up")
     comparison = Comparison(placed, strict)
 
-    def difference(xs: list[Value]) -> Verified | None:
-        differing = on_all(comparison.differing(xs))
-        return first_difference(comparison, xs, [_name(placed, k) for k in differing]) if differing else None
+    def difference(point: Point) -> Verified | None:
+        differing = on_all(comparison.differing(point))
+        return first_difference(comparison, point, [_name(placed, k) for k in differing]) if differing else None
 
     return _at_points(placed.step.jaxpr, placed.avals, whole, count, difference)
 
@@ -91,26 +98,25 @@ def _at_points(
     avals: Sequence[Any],
     whole: Sequence[Any],
     count: int,
-    difference: Callable[[list[Value]], Verified | None],
+    difference: Callable[[Point], Verified | None],
 ) -> Verified:
     """Return the first difference at some random points, or that there is none."""
     try:
-        for xs in points(avals, whole, count):
-            if (found := difference(xs)) is not None:
+        for point in points(avals, whole, count):
+            if (found := difference(point)) is not None:
                 return found
     except UncheckedError as problem:  # of the program, and so on every rank
         return Verified(None, 0, 0, unchecked=str(problem))
     return Verified(True, _count(step), count)
 
 
-def points(avals: Sequence[Any], whole: Sequence[Any], count: int) -> Iterator[list[Value]]:
+def points(avals: Sequence[Any], whole: Sequence[Any], count: int) -> Iterator[Point]:
     """Yield random arguments of these types; `whole` has those that are no floats, which stay as they are."""
     for seed in range(count):
         rng = np.random.default_rng(seed)
-        yield [
-            field.drawn(rng, aval.shape, is_complex(aval)) if is_float(aval) else x
-            for aval, x in zip(avals, whole, strict=True)
-        ]
+        drawn = lambda aval, rng=rng: field.drawn(rng, aval.shape, is_complex(aval))
+        xs = [drawn(aval) if is_float(aval) else x for aval, x in zip(avals, whole, strict=True)]
+        yield Point(field.drawn_order(rng), xs)
 
 
 def compared(f: Callable[..., Any], g: Callable[..., Any], args: Sequence[Any], count: int, strict: bool) -> Verified:
@@ -121,16 +127,18 @@ def compared(f: Callable[..., Any], g: Callable[..., Any], args: Sequence[Any], 
     if jax.tree.structure(shapes[0]) != jax.tree.structure(shapes[1]) or programs[0].out_avals != programs[1].out_avals:
         raise ValueError(f"the functions return different types: {shapes[1]} and {shapes[0]}")
     names = [f"result{jax.tree_util.keystr(k)}" for k, _ in jax.tree_util.tree_leaves_with_path(shapes[0])]
-    runs = [jax.jit(functools.partial(Evaluator(strict, divides).run, closed))
-            for closed, divides in zip(programs, (False, True), strict=True)]  # fmt: skip
+    runs = [
+        jax.jit(lambda order, xs, closed=closed, divides=divides: Evaluator(strict, divides, order).run(closed, xs))
+        for closed, divides in zip(programs, (False, True), strict=True)
+    ]
     avals = [v.aval for v in programs[0].jaxpr.invars]
     exact = lambda aval, x: x if _is_key(x) else np.asarray(x).astype(aval.dtype)
     whole = [None if is_float(aval) else exact(aval, x) for aval, x in zip(avals, leaves, strict=True)]
 
-    def difference(xs: list[Value]) -> Verified | None:
-        placed = [_put(drawn, x) for drawn, x in zip(xs, leaves, strict=True)]
+    def difference(point: Point) -> Verified | None:
+        placed = [_put(drawn, x) for drawn, x in zip(point.xs, leaves, strict=True)]
         with jax.enable_x64(True):
-            pairs = zip(names, runs[0](xs), runs[1](placed), strict=True)
+            pairs = zip(names, runs[0](*point), runs[1](point.order, placed), strict=True)
         differing = tuple(name for name, wanted, got in pairs if not _is_whole(wanted, got))
         return Verified(False, _count(programs[0]), 1, differing) if differing else None
 
@@ -156,24 +164,25 @@ class Comparison:
     """A step and its program, each compiled once in the field."""
 
     def __init__(self, placed: PlacedStep, strict: bool):
-        self.placed, self.evaluator, self.mesh = placed, Evaluator(strict), placed.run_mesh
-        self._step = jax.jit(lambda xs: self.evaluator.run(placed.step.jaxpr, xs))
+        self.placed, self.strict, self.mesh = placed, strict, placed.run_mesh
+        self._step = jax.jit(lambda order, xs: Evaluator(strict, order=order).run(placed.step.jaxpr, xs))
         self._program = placed.emitted[0]
         self._parts = jax.jit(self._run)
 
-    def differing(self, xs: Sequence[Value]) -> list[int]:
+    def differing(self, point: Point) -> list[int]:
         """Return the results, by number, whose parts on this process's devices are not those of the step's."""
+        layouts = zip(self.placed.layouts, point.xs, strict=True)
         with jax.enable_x64(True):
-            wanted = self._step(xs)
-            got = self._parts([self._placed(layout, x) for layout, x in zip(self.placed.layouts, xs, strict=True)])
+            wanted = self._step(*point)
+            got = self._parts(point.order, [self._placed(layout, x) for layout, x in layouts])
         return [k for k, (x, y) in enumerate(zip(wanted, got, strict=True)) if not self._is_part(k, x, y)]
 
-    def _run(self, xs: Sequence[Value]) -> Sequence[Value]:
+    def _run(self, order: Any, xs: Sequence[Value]) -> Sequence[Value]:
         """Return the results of the program of each device."""
         if self.placed.mesh.size == 1:
-            return self.evaluator.run(self._program, xs)
+            return Evaluator(self.strict, order=order).run(self._program, xs)
         in_specs, out_specs = self.placed.specs()
-        return self.on_devices(lambda *xs: self.evaluator.run(self._program, xs), tuple(in_specs), out_specs)(*xs)
+        return self.on_devices(lambda e, xs: e.run(self._program, xs), in_specs, out_specs)(order, xs)
 
     @functools.cached_property
     def recorded(self) -> "list[tuple[_Recorder, Callable[..., Any]]]":
@@ -184,32 +193,31 @@ class Comparison:
         recorder = _Recorder(propagation, marks=True)
         program, avals = recorder.program(local_types(propagation)), propagation.block.avals
 
-        def local(*xs: Value) -> list[Any]:
+        def local(e: Evaluator, xs: Sequence[Value]) -> list[Any]:
             for before in self.placed.emitted[1][:k]:
-                xs = tuple(_cut(x, f, before) for x, f in zip(xs, before.in_forms, strict=True))
-            env = _evaluated(self.evaluator, propagation, xs)
+                xs = [_cut(x, f, before) for x, f in zip(xs, before.in_forms, strict=True)]
+            env = _evaluated(e, propagation, xs)
             parts = [_cut(x, f, propagation) for x, f in zip(xs, propagation.in_forms, strict=True)]
-            pairs = zip(recorder.held, self.evaluator.run(program, parts), strict=True)
-            same = [_is_held(env[i], f, x, propagation, avals[i]) for (i, f), x in pairs]
+            pairs = zip(recorder.held, e.run(program, parts), strict=True)
+            same = [_is_held(in_field(env[i]), f, x, propagation, avals[i]) for (i, f), x in pairs]
             axes = tuple(axis.name for axis in passes(self.mesh))
             return [lax.pmin(jnp.stack(same).astype(np.int32), axes)]
 
         return recorder, jax.jit(self.on_devices(local, S(), S()))
 
-    def on_devices(self, f: Callable[..., Sequence[Value]], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def on_devices(
+        self, f: Callable[[Evaluator, Sequence[Value]], Sequence[Value]], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
         """Run a function on each device of the mesh; its collectives go over the step's communicator."""
 
-        def local(zero: Any, xs: Sequence[Value]) -> Sequence[Value]:
-            made, results = jax.make_jaxpr(f, return_shape=True)(*xs)
-            leaves = jax.tree.leaves(xs)
-            if not any(x.size for x in leaves):  # XLA can't divide a program all of whose arguments are empty
-                leaves = lax.optimization_barrier((zero, *leaves))[1:]
-            outs = lowering(self.placed.communicator, self.mesh).run(made, *leaves)
+        def local(order: Any, xs: Sequence[Value]) -> Sequence[Value]:
+            evaluated = lambda order, xs: f(Evaluator(self.strict, order=order), xs)
+            made, results = jax.make_jaxpr(evaluated, return_shape=True)(order, xs)
+            outs = lowering(self.placed.communicator, self.mesh).run(made, *jax.tree.leaves((order, xs)))
             return jax.tree.unflatten(jax.tree.structure(results), outs)
 
         specs = {"in_specs": (S(), in_specs), "out_specs": out_specs}
-        run = jax.shard_map(local, mesh=self.mesh, check_vma=False, **specs)
-        return lambda *xs: run(0, xs)
+        return jax.shard_map(local, mesh=self.mesh, check_vma=False, **specs)
 
     def _placed(self, layout: Layout | None, x: Value) -> Value:
         """Put an argument on the mesh, with padding as it may be there."""
@@ -267,13 +275,13 @@ class _Recorder(Emitter):
         return [x for *_, x in held]
 
 
-def first_difference(comparison: Comparison, xs: Sequence[Value], results: Sequence[str]) -> Verified:
+def first_difference(comparison: Comparison, point: Point, results: Sequence[str]) -> Verified:
     """Follow the step through the axes of its mesh to the first operation whose parts are not those of the step's."""
     differ = Verified(False, _count(comparison.placed.step.jaxpr), 1, tuple(results))
     for recorder, are_held in comparison.recorded:
         try:
             with jax.enable_x64(True):
-                same = np.asarray(are_held(*xs)[0])
+                same = np.asarray(are_held(*point)[0])
         except UncheckedError:  # of an operation that only this axis has; that results differ is known
             return differ
         if not same.all():

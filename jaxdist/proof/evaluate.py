@@ -49,13 +49,17 @@ class Evaluator:
     Args:
       strict: a cast to fewer bits is a function of its own; by default it changes nothing.
       divides: constraints of shardings are kept, for a program that XLA divides.
+      order: the order of numbers, see `field.drawn_order`.
     """
 
-    def __init__(self, strict: bool = False, divides: bool = False):
-        self.strict, self.divides = strict, divides
+    def __init__(self, strict: bool = False, divides: bool = False, order: Any = (1, 1)):
+        self.strict, self.divides, self.order = strict, divides, order
 
     def run(self, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         """Return the outputs of a program at `args`."""
+        return [*map(in_field, self._run(closed, args))]
+
+    def _run(self, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         jaxpr = closed.jaxpr
         env = dict(zip(jaxpr.constvars, map(self.constant, closed.consts), strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
@@ -68,22 +72,26 @@ class Evaluator:
 
     @staticmethod
     def constant(value: Any) -> Any:
-        """Return a constant of a program."""
+        """Return a constant of a program. A scalar stays a float, until it meets what depends on arguments."""
         if is_float(jax.typeof(value)):
-            return jax.tree.map(jnp.asarray, field.embedded(value))
+            return np.asarray(value) if np.ndim(value) == 0 else in_field(np.asarray(value))
         is_key = jnp.issubdtype(jax.typeof(value).dtype, jax.dtypes.extended)
-        return np.asarray(value) if isinstance(value, jax.Array) and not is_key else value
+        return value if is_key else np.asarray(value)
 
     def equation(self, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
         """Return the results of an operation."""
         name, has_floats = eqn.primitive.name, any(is_float(aval_of(v)) for v in (*eqn.invars, *eqn.outvars))
         if (body := called(eqn)) is not None:
             try:
-                outs = self.run(body, self._constrained(eqn, "in_shardings", xs))
+                outs = self._run(body, self._constrained(eqn, "in_shardings", xs))
                 return self._constrained(eqn, "out_shardings", outs)
             except UncheckedError as problem:
                 problem.line = problem.line or compat.user_line(eqn)
                 raise
+        if name not in OF_ANY and _is_known(eqn, xs):
+            with jax.ensure_compile_time_eval():  # an index or an exponent may be made of it
+                return [*map(np.asarray, compat.bind(eqn, eqn.params, xs))]
+        xs = [*map(in_field, xs)]
         if name in OF_ANY or (has_floats and name in RULES):
             outs = RULES[name](self, eqn, xs)
             return [_rounded(eqn, x) for x in outs] if self.strict and name in _ROUNDED else outs
@@ -109,6 +117,17 @@ class Evaluator:
         none = {k: None for k in ("sharding", "out_sharding", "wire") if k in eqn.params}
         # What XLA divides gets no help: slices beyond an end are where it is wrong.
         return compat.bind(eqn, {**eqn.params, **none, **changed}, xs, in_bounds=not self.divides)
+
+
+def in_field(x: Any) -> Any:
+    """Return a number of the field; a constant may be a float yet."""
+    return jax.tree.map(jnp.asarray, field.embedded(x)) if isinstance(x, np.ndarray) and is_float(x) else x
+
+
+def _is_known(eqn: JaxprEqn, xs: Sequence[Any]) -> bool:
+    """Check whether an operation is one of scalars that the program itself says, the same on every device."""
+    is_scalar = all(aval_of(v).shape == () for v in (*eqn.invars, *eqn.outvars))
+    return is_scalar and is_elementwise(eqn.primitive) and all(isinstance(x, np.ndarray) for x in xs) and bool(xs)
 
 
 def unchecked(eqn: JaxprEqn, of: str = "") -> UncheckedError:

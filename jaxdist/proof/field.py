@@ -1,9 +1,10 @@
 """Numbers of a finite field in the place of floats: sums, products and quotients are exact, in any order.
 
 A real number becomes an integer modulo the prime P = 2**31 - 1, between -H and H, in an int32. The order of numbers is
-that of these integers. What is not a polynomial (exp, tanh, a factorization) becomes a hash of its operands: the same
-for the same operands, and nothing else. A complex number is a pair; since -1 has no square root modulo P, pairs are a
-field, too.
+that of their multiples by a random number, and another one at the next point, so that what a comparison leaves out at
+one, as of two constants, is taken at another. Infinities stay the ends. What is not a polynomial (exp, tanh, a
+factorization) becomes a hash of its operands: the same for the same operands, and nothing else. A complex number is a
+pair; since -1 has no square root modulo P, pairs are a field, too.
 """
 
 import functools
@@ -167,6 +168,17 @@ def embedded(value: Any) -> Any:
     out = np.where(out > H, out - P, out)
     special = np.where(np.isposinf(value), H, np.where(np.isneginf(value), -H, 12345678))
     return np.where(np.isfinite(value), out, special).astype(np.int32)
+
+
+def ordered(order: Any, x: Any) -> Any:
+    """Return integers in whose order numbers are, given a factor; and the numbers again, given its inverse."""
+    return jnp.where(jnp.abs(x) == H, x, mul(order, x))
+
+
+def drawn_order(rng: np.random.Generator) -> np.ndarray:
+    """Draw a factor for `ordered`, and return it beside its inverse."""
+    factor = int(rng.integers(1, H))
+    return np.array([factor, pow(factor, -1, P)])
 
 
 def drawn(rng: np.random.Generator, shape: Sequence[int], is_complex: bool) -> Any:

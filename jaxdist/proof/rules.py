@@ -42,11 +42,21 @@ def _summed(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
 
 
 def _ordered(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
-    if not any(isinstance(x, Pair) for x in xs):
-        return e.bind(eqn, xs)
-    if eqn.primitive.name not in ("abs", "sign"):
-        raise unchecked(eqn, " of complex numbers")
-    return [hashed_as(aval_of(eqn.outvars[0]), eqn.primitive.name, xs)]
+    name = eqn.primitive.name
+    if any(isinstance(x, Pair) for x in xs):
+        if name not in ("abs", "sign"):
+            raise unchecked(eqn, " of complex numbers")
+        return [hashed_as(aval_of(eqn.outvars[0]), name, xs)]
+    factor, inverse = e.order
+    in_order = lambda x, v: field.ordered(factor, x) if is_float(aval_of(v)) else x
+    outs = e.bind(eqn, [in_order(x, v) for x, v in zip(xs, eqn.invars, strict=True)])
+    back = lambda x, v: field.ordered(inverse, x) if is_float(aval_of(v)) and name != "sign" else x
+    return [back(x, v) for x, v in zip(outs, eqn.outvars, strict=True)]
+
+
+def _clamped(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
+    low, x, high = (field.ordered(e.order[0], x) for x in xs)
+    return [field.ordered(e.order[1], jnp.minimum(jnp.maximum(x, low), high))]
 
 
 def _compared(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
@@ -55,7 +65,7 @@ def _compared(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     if isinstance(x, Pair):
         same = (x.real == y.real) & (x.imag == y.imag)
         return [same if name == "eq" else ~same]
-    return [getattr(lax, name)(x, y)]
+    return [getattr(lax, name)(field.ordered(e.order[0], x), field.ordered(e.order[0], y))]
 
 
 def _same(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
@@ -87,6 +97,9 @@ def _scattered(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     same = {k: eqn.params[k] for k in ("indices_are_sorted", "unique_indices", "mode")}
     numbers = eqn.params["dimension_numbers"]
     apply = lambda x, y: getattr(lax, kind)(field.wide(x), indices, field.wide(y), numbers, **same)
+    if kind in ("scatter_max", "scatter_min"):
+        ordered = apply(*(field.ordered(e.order[0], x) for x in (operand, updates)))
+        return [field.ordered(e.order[1], ordered.astype(np.int32))]
     return [by_part(lambda x, y: field.fold(apply(x, y)), operand, updates)]
 
 
@@ -103,9 +116,14 @@ def _multiplied(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]
 
 
 def _reduced(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
-    half, combine = len(xs) // 2, compat.closed(eqn.params["jaxpr"])
-    join = lambda a, b: tuple(e.run(combine, [*a, *b]))
-    return lax.reduce(tuple(xs[:half]), tuple(xs[half:]), join, eqn.params["dimensions"])
+    half, combine, dims = len(xs) // 2, compat.closed(eqn.params["jaxpr"]), eqn.params["dimensions"]
+    shapes = [aval_of(v).shape for v in eqn.outvars]
+    # `lax.reduce` takes no function that knows the order of numbers from outside.
+    rows = lambda x: jnp.moveaxis(x, dims, range(len(dims))).reshape(-1, math.prod(shapes[0]))
+    join = jax.vmap(lambda a, b: e.run(combine, [*a, *b]))
+    start = jax.tree.map(lambda x: jnp.full(math.prod(shapes[0]), x), xs[half:])
+    out, _ = lax.scan(lambda total, x: (join(total, x), None), start, jax.tree.map(rows, xs[:half]))
+    return [jax.tree.map(lambda x, shape=shape: x.reshape(shape), x) for x, shape in zip(out, shapes, strict=True)]
 
 
 def _contracted(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
@@ -311,7 +329,7 @@ RULES |= {
     **dict.fromkeys(("cholesky", "lu", "qr", "svd", "eigh", "geqrf", "householder_product", "tridiagonal", "schur",
                      "hessenberg", "eig", "tridiagonal_solve", "cholesky_update"), _of_matrices),
     **{name: _of_parts(name) for name in ("complex", "conj", "real", "imag")},
-    "clamp": lambda e, eqn, xs: [jnp.minimum(jnp.maximum(xs[1], xs[0]), xs[2])],
+    "clamp": _clamped,
     **dict.fromkeys(("empty", "empty2"), lambda e, eqn, xs: [e.constant(np.zeros(a.shape, a.dtype))
                                                              for a in map(aval_of, eqn.outvars)]),
     "is_finite": lambda e, eqn, xs: [jnp.ones(aval_of(eqn.outvars[0]).shape, bool)],

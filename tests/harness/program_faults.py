@@ -27,6 +27,8 @@ from jaxdist.proof import compare  # private: compiled once for all faults
 from jaxdist.step import proving  # private: as above
 
 NONE = np.int32(-1)
+POINTS = 2  # as `jaxdist.verify`
+CONSTANT = "a constant is off by a bit"
 
 
 class Fault(NamedTuple):
@@ -41,7 +43,7 @@ class Outcome(NamedTuple):
     """What became of a fault."""
 
     fault: Fault
-    changes: bool  # results of the program with any of the batches, by more than rounding (a constant: by any bit)
+    changes: bool  # results of the program with any of the batches, by more than rounding
     seen: bool
     first: str  # the operation that verify names, and its line
     named: bool  # whether that is where the fault is
@@ -57,12 +59,23 @@ class Faulty:
         self._value: int | None = None  # the value that is brought into a form
         self._calls: dict[Any, int] = defaultdict(int)
         self._earlier: dict[Any, list[Any]] = defaultdict(list)  # values by their types
+        self._constants: dict[int, Any] = {}  # scalars that depend on no argument, by id
 
     def _is_here(self, emitter: Emitter) -> bool:
         return emitter.block.outermost and emitter.axis == self._along
 
-    def either(self, emitter: Emitter, kind: str, right: Any, wrong: Callable[[], Any]) -> Any:
-        """Return ``where(fault == number, wrong(), right)``."""
+    def either(
+        self,
+        emitter: Emitter,
+        kind: str,
+        right: Any,
+        wrong: Callable[[], Any],
+        visible: Callable[[], Any] | None = None,
+    ) -> Any:
+        """Return ``where(fault == number, wrong(), right)``.
+
+        With `visible`, a larger fault of the kind, which is no matter of rounding, is number ``-2 - number``.
+        """
         dtype = getattr(right, "dtype", None)
         if not self._is_here(emitter) or dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
             return right
@@ -77,7 +90,8 @@ class Faulty:
         fault = emitter._forms[emitter.block.inputs[0]][REPLICATED]
         changed = jnp.asarray(wrong()).astype(dtype)
         assert changed.shape == np.shape(right), (kind, changed.shape, np.shape(right))
-        return jnp.where(fault == number, changed, right)
+        out = jnp.where(fault == number, changed, right)
+        return out if visible is None else jnp.where(fault == -2 - number, jnp.asarray(visible(), dtype), out)
 
     def _named(self, emitter: Emitter, node: Node) -> set[tuple[str, str]]:
         """An operation itself; of a value in a form its maker and its users, as far as they only reshape it."""
@@ -102,6 +116,7 @@ class Faulty:
             if faulty._is_here(e):
                 faulty._calls.clear()
                 faulty._earlier.clear()
+                faulty._constants.clear()
             return right["run"](e, xs)
 
         def named(node: Node) -> Any:
@@ -165,10 +180,14 @@ class Faulty:
     def _bind(self, e: Emitter, node: Node, xs: list[Any], bind: Callable[[list[Any]], Sequence[Any]]) -> Sequence[Any]:
         if not self._is_here(e):
             return bind(xs)
+        initial = list(xs)
+        if all(id(x) in self._constants or (not isinstance(x, Tracer) and np.ndim(x) == 0) for x in initial):
+            outs = list(bind(xs))  # scalars that the program says are evaluated as floats
+            self._constants |= {id(out): out for out in outs if np.ndim(out) == 0}
+            return outs
         self._node, before = node, (self._node, self._value)
         if before[0] is not node:  # made where it is used
             self._value = None
-        initial = list(xs)
         for k, x in enumerate(initial):
             if isinstance(x, Tracer):
                 key = str(jax.typeof(x))
@@ -176,7 +195,7 @@ class Faulty:
                     xs[k] = self.either(e, "an operand is another value", xs[k], lambda other=other: other)  # type: ignore[misc]
             elif jnp.issubdtype(jnp.result_type(x), jnp.floating) and np.ndim(x) == 0:
                 x = np.asarray(x, e.block.avals[node.ins[k]].dtype)
-                xs[k] = self.either(e, "a constant is off by a bit", x, lambda x=x: np.nextafter(x, x + 1))  # type: ignore[misc]
+                xs[k] = self.either(e, CONSTANT, x, lambda x=x: np.nextafter(x, x + 1), lambda x=x: x * 1.01 + 0.01)  # type: ignore[misc]
         outs = list(bind(xs))
         for k, out in enumerate(outs):
             if jnp.issubdtype(jnp.result_type(out), jnp.inexact):
@@ -220,24 +239,29 @@ def outcomes(
         many.verified((NONE, *state, batches[0]), {}, 1, True)
         ((placed, whole),) = compiled
         comparison = compare.Comparison(placed, strict=True)
-        (xs,) = compare.points(placed.avals, whole, 1)
-        assert not comparison.differing(xs)
-        assert not compare.first_difference(comparison, xs, ()).operation
+        points = list(compare.points(placed.avals, whole, POINTS))
+        for point in points:
+            assert not comparison.differing(point)
+        assert not compare.first_difference(comparison, points[0], ()).operation
         faults = enumerate(faulty.faults.values())
-        return [_outcome(fault, np.int32(k), right, many, comparison, xs, state, batches) for k, fault in faults]
+        return [_outcome(fault, np.int32(k), right, many, comparison, points, state, batches) for k, fault in faults]
 
 
 def _outcome(
-    fault: Fault, number: np.int32, right: Sequence[Any], many: Any, comparison: compare.Comparison, xs: Sequence[Any],
-    state: Sequence[Any], batches: Sequence[Any],
+    fault: Fault, number: np.int32, right: Sequence[Any], many: Any, comparison: compare.Comparison,
+    points: Sequence[Any], state: Sequence[Any], batches: Sequence[Any],
 ) -> Outcome:  # fmt: skip
-    got = (jax.tree.leaves(many(number, *state, batch)) for batch in batches)
-    apart = max(_apart(x, y) for a, b in zip(right, got, strict=True) for x, y in zip(a, b, strict=True))
-    changes = apart > (0 if "constant" in fault.kind else 1e-9)
-    xs = [number, *xs[1:]]
-    if not (differing := comparison.differing(xs)):
+    visible = np.int32(-2 - number) if fault.kind == CONSTANT else number
+    got = (jax.tree.leaves(many(visible, *state, batch)) for batch in batches)
+    pairs = [(x, y) for a, b in zip(right, got, strict=True) for x, y in zip(a, b, strict=True)]
+    changes = max(_apart(x, y) for x, y in pairs) > 1e-9
+    for order, (_, *xs) in points:
+        point = compare.Point(order, [number, *xs])
+        if differing := comparison.differing(point):
+            first = compare.first_difference(comparison, point, list(map(str, differing)))
+            break
+    else:
         return Outcome(fault, changes, False, "", False)
-    first = compare.first_difference(comparison, xs, list(map(str, differing)))
     named = first.operation, first.line
     return Outcome(fault, changes, True, " at ".join(named), named in fault.named)
 
