@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from catalogue import idioms, kernels, operations
-from harness import oracle
+from harness import oracle, program_faults
 from harness.check import On, decorated
 from harness.errors import missing, raises
 from jax import lax
@@ -207,6 +208,37 @@ def test_faults_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.results
     assert found.operation == operation
     assert "test_verify.py:" in found.line
+
+
+@pytest.mark.parametrize(
+    ("name", "level"), [("masked_mean", 1), pytest.param("gradient_accumulation", 3, marks=pytest.mark.slow)]
+)
+def test_all_faults_of_a_program_are_seen(name: str, level: int) -> None:
+    """Each of hundreds that changes a result, and where it is."""
+    case = oracle.idiom(name, 20, level, None)
+    tried = program_faults.outcomes(case.step, case.state, [idioms.batch(k, 20) for k in range(2)], 3)
+    changing = [outcome for outcome in tried if outcome.changes]
+    assert len(changing) > 250
+    assert [outcome for outcome in changing if outcome.points is None] == []
+    assert sum(outcome.named for outcome in changing) > 0.95 * len(changing)
+
+
+MUON = jaxdist.zero(optax.contrib.muon(1e-2, ns_steps=1), level=1, split="owners")
+
+
+def owners(w: Any, state: Any, x: Any) -> Any:
+    return MUON.update(jax.grad(lambda w: sum(jnp.tanh(x @ a).sum() for a in w))(w), state, w)
+
+
+def test_faults_of_owners_work_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = [RNG.normal(size=(4, 4)) for _ in range(2)]
+    args = w, MUON.init(w), RNG.normal(size=(8, 4))
+    assert jaxdist.verify(decorated(owners, 2), *args, points=1)
+    right = emitter.Emitter.inlined
+    monkeypatch.setattr(emitter.Emitter, "inlined", lambda *args: [2 * x for x in right(*args)])
+    found = jaxdist.verify(decorated(owners, 2), *args, points=1)
+    assert found.equal is False
+    assert found.operation not in ("", "jaxdist_owners")
 
 
 def test_a_program_that_is_not_the_step_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
