@@ -223,6 +223,21 @@ def test_all_faults_of_a_program_are_seen(name: str, level: int) -> None:
     assert sum(outcome.named for outcome in changing) > 0.95 * len(changing)
 
 
+def test_faults_are_seen_between_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any one order of the field, one constant may be above the other, and nothing is between them."""
+    clipped = [lambda w, x, c=c: jnp.clip((x @ W).sum() * w, -c, c) for c in (0.1, 0.2, 0.3, 0.05, 0.7)]
+    assert jaxdist.verify(decorated(clipped[0], 2), 1.0, X)
+    monkeypatch.setattr(emitter.Emitter, "_reduce", reduced(lambda out, x, e: 2 * out))
+    seen = {jaxdist.verify(decorated(f, 2), 1.0, X, points=20).equal for f in clipped}
+    assert seen == {False}
+
+
+def test_a_scalar_of_the_program_stays_a_float() -> None:
+    """The index is 16: of a fraction in the field, the floor would be a hash."""
+    quantile = lambda x: jnp.quantile(x, 0.8, axis=0, method="lower")
+    assert jaxdist.verify.same(quantile, lambda x: jnp.sort(x, axis=0)[16], X[:21])
+
+
 MUON = jaxdist.zero(optax.contrib.muon(1e-2, ns_steps=1), level=1, split="owners")
 
 
