@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 from harness import jobs, quick
 
@@ -24,6 +25,7 @@ import collectives  # noqa: E402
 import gpu  # noqa: E402
 import report  # noqa: E402
 import rounds  # noqa: E402
+import rules  # noqa: E402
 import step_time  # noqa: E402
 
 
@@ -109,3 +111,14 @@ def test_overhead_and_the_page(tmp_path: Path) -> None:
 def test_a_part_of_the_gpus_on_a_cpu() -> None:
     found = json.loads(call(gpu.main, "gpu.py", "--part", "utilisation", "tiny", "1", "0.01").splitlines()[-1])
     assert found["tokens"] == 2 * 16
+
+
+def test_placement_rules(tmp_path: Path) -> None:
+    args = ["rules.py", "--group", "transpose", "--devices", "2", "3", f"--log={tmp_path / 'rules.jsonl'}"]
+    said = call(rules.main, *args)
+    assert all(f"| {n} | {gradients} | True | True | 1 |" in said for n in (2, 3) for gradients in (False, True))
+    assert call(rules.main, *args) == said  # from the log
+    xs = [np.random.default_rng(seed).normal(size=(4, 4)) for seed in range(4)]
+    assert rules.halves(lambda x, w: x @ w, [xs[:2], xs[2:]], 0) == "operands along (0, None), results: dim 0"
+    assert rules.halves(lambda x: x.sum(0), [xs[:1], xs[1:2]], 0) == "operands along (0,), results: sum"
+    assert not rules.halves(lambda x: x - x.sum(0), [[np.zeros((4, 4))], xs[:1]], 0)  # for zeros halves suffice
