@@ -82,6 +82,11 @@ MUTANTS: list[Mutant] = [
            "tests/oracle/test_own_rules.py -k rows_of_groups"),
     Mutant("heads of keys are as many as of queries", "jaxdist/placements/model/named_kernels.py",
            "units[k, heads_at] = shared", "pass", "tests/oracle/test_own_rules.py -k cudnn"),
+    Mutant("right-hand sides are always columns", "jaxdist/placements/model/factors.py",
+           'batch + params.get("left_side", True)', "batch + 1", "tests/oracle/test_programs.py -k operations"),
+    Mutant("all of a table is reduced for a few rows", "jaxdist/placements/rules/context.py",
+           "may_gather = run.split.of_state or (", "may_gather = run.split.of_state and (",
+           "tests/program/test_sent.py -k messages"),
     # --- verify
     Mutant("no result differs", "jaxdist/proof/compare.py", "if not self._is_part(k, x, y)]", "if False]",
            "tests/oracle/test_verify.py -k faults"),

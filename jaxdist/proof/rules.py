@@ -168,7 +168,7 @@ def _bits(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     (x,), before, after = xs, aval_of(eqn.invars[0]), aval_of(eqn.outvars[0])
     if before.dtype.itemsize != after.dtype.itemsize or (is_float(before) and after.dtype.itemsize < 4):
         raise unchecked(eqn, f" of {before.dtype}")
-    return [x.astype(np.int32 if is_float(after) else after.dtype)]  # there and back: the same number
+    return [field.fold(field.wide(x)) if is_float(after) else x.astype(after.dtype)]  # there and back: the same number
 
 
 def _of_matrices(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:

@@ -246,6 +246,10 @@ REDUCTIONS: dict[str, Operation] = {
     "order statistics": lambda w, b: [jnp.median(b["x"], 0), jnp.quantile(b["x"], 0.3), jnp.percentile(b["x"], 70, 1)],
     "histogram": lambda w, b: jnp.histogram(b["x"], jnp.linspace(-2, 2, 5))[0],
     "unique": lambda w, b: jnp.unique(b["i"], size=9, fill_value=-1),
+    "extremes by group": lambda w, b: [
+        jax.ops.segment_max(b["x"], b["i"], 9), jax.ops.segment_min(b["u8"], b["i"], 9),
+        w["table"].at[b["k"][:, 0] - 3].max(b["x"][:, :5]), w["table"].at[:, b["i"]].min(b["p"][:, 0], mode="drop"),
+        jnp.zeros((999, 6)).at[b["i"]].max(b["x"])],
     "segments": lambda w, b: [
         jax.ops.segment_sum(b["x"], b["i"], 9), jax.ops.segment_max(b["x"], b["i"], 9),
         jax.ops.segment_prod(b["p"], b["i"], 9)],
@@ -354,6 +358,11 @@ OTHERS: dict[str, Operation] = {
     "solve": lambda w, b: [jnp.linalg.solve(b["spd"], b["z"].swapaxes(1, 2)), jnp.linalg.inv(b["spd"])],
     "solve with the gram matrix": lambda w, b: jnp.linalg.solve(b["x"].T @ b["x"] + jnp.eye(6), b["x"].T @ b["y"]),
     "cholesky of the gram matrix": lambda w, b: jnp.linalg.cholesky(b["x"].T @ b["x"] + jnp.eye(6)),
+    "right-hand sides": lambda w, b: [
+        jax.grad(lambda a: jnp.sin(jax.scipy.linalg.solve_triangular(a, b["x"].T, lower=True)).sum())(
+            w["w"] + 4 * jnp.eye(6)),
+        lax.linalg.triangular_solve(w["w"] + 4 * jnp.eye(6), b["x"], lower=True), jnp.linalg.solve(w["w"], b["x"].T),
+        lax.linalg.tridiagonal_solve(w["v"].at[0].set(0), 9 + w["v"], w["v"].at[-1].set(0), b["x"].T)],
     "qr": lambda w, b: jnp.abs(jnp.linalg.qr(b["spd"])[1]),
     "singular values": lambda w, b: [
         jnp.linalg.svd(b["spd"], compute_uv=False), jnp.linalg.svd(b["x"], compute_uv=False)],

@@ -89,7 +89,7 @@ def operations(text: str) -> list[Op]:
                 kind = KINDS.get(found[1], found[1])
                 if line.rstrip().endswith("({"):
                     waiting = (kind, line)
-                elif waiting and found[1] in ("maximum", "minimum"):
+                elif waiting and waiting[0] == "all-reduce" and found[1] in ("maximum", "minimum"):
                     waiting = ("extreme", waiting[1])
                 elif (
                     not waiting and " : " in line and (types := _tensors(line.rpartition(" : ")[2].rpartition("->")[2]))

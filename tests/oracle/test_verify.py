@@ -127,6 +127,12 @@ def test_numbers_of_python_without_64_bits() -> None:
         assert jaxdist.verify.same(lambda i, x: x * (i + 1), lambda i, x: x * (1 + i), 3, X)
 
 
+def test_all_bits_of_an_integer_count() -> None:
+    as_float = lambda i: lax.bitcast_convert_type(i, np.float64)
+    assert jaxdist.verify.same(lambda i, x: as_float(i) * x, lambda i, x: x * as_float(i), np.int64(3 << 40), X)
+    assert not jaxdist.verify.same(lambda i, x: as_float(i) * x, lambda i, x: as_float(i + (1 << 45)) * x, 3, X)
+
+
 def test_types_take_the_place_of_arguments() -> None:
     step = decorated(lambda s, x: (s[0] + 1, jax.random.normal(s[1], x.shape) * x * s[0]), 4)
     state = jax.ShapeDtypeStruct((), np.int32), jax.eval_shape(jax.random.key, 0)

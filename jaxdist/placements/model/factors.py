@@ -283,8 +283,19 @@ def _leading(count: Callable[[Params, Shapes, Shapes], int]) -> Rule:
     return rule
 
 
-def einsum(equation: str) -> Rule:
-    """Return the rule of an operation in the notation of `register`."""
+def _solve(params: Params, ins: Shapes, outs: Shapes) -> Factors:
+    """Return the loops of a solver: those over leading dimensions, and over right-hand sides."""
+    batch = len(outs[0]) - 2
+    independent = {*range(batch), batch + params.get("left_side", True)}
+    sides = tuple(d if d in independent else None for d in range(batch + 2))
+    return Factors((*(tuple(d if d < batch else None for d in range(len(a))) for a in ins[:-1]), sides), (sides,))
+
+
+def einsum(rule: str) -> Rule:
+    """Return the rule of a description such as ``"b..., .d -> b."``, with ``.`` for a dimension that stays whole."""
+    equation = rule.replace(" ", "")
+    if equation.count("->") != 1 or set(equation) - set("->,.") - set(LETTERS):
+        raise ValueError(f"rule={rule!r}: expected a description such as 'b..., .d -> b.', or a function")
     left, right = equation.split("->")
     letters = {c: i for i, c in enumerate(dict.fromkeys(c for c in equation if c in LETTERS))}
     operands, results = (
@@ -307,20 +318,17 @@ FACTORS: dict[str, Rule] = {
     "rev": _along("dimensions"), **dict.fromkeys(("concatenate", "sort"), _along("dimension")),
     **dict.fromkeys(("split", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"), _along("axis")),
     **dict.fromkeys(("reduce_sum", "psum"), _reduce("sum")), **dict.fromkeys(("reduce_max", "pmax"), _reduce("max")),
-    **dict.fromkeys(("reduce_min", "pmin"), _reduce("min")),
-    "reduce_or": _reduce("or"), "reduce_and": _reduce("and"),
+    **dict.fromkeys(("reduce_min", "pmin"), _reduce("min")), "reduce_or": _reduce("or"), "reduce_and": _reduce("and"),
     "dot_general": _dot_general, "conv_general_dilated": _convolution,
-    **dict.fromkeys(
-        ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
-         "select_and_gather_add"), _keeps(_windows)
-    ),
-    "gather": _gather, "scatter-add": _scatter("sum"),
-    **dict.fromkeys(("scatter", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter(None)),
+    **dict.fromkeys(("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min",
+                     "select_and_scatter_add", "select_and_gather_add"), _keeps(_windows)),
+    "gather": _gather, "scatter-add": _scatter("sum"), "scatter-max": _scatter("max"), "scatter-min": _scatter("min"),
+    **dict.fromkeys(("scatter", "scatter-sub", "scatter-mul"), _scatter(None)),
     **dict.fromkeys(("cholesky", "cholesky_update", "lu", "qr", "geqrf", "geqp3", "ormqr", "householder_product",
-                     "svd", "eigh", "eig", "schur", "hessenberg", "tridiagonal", "triangular_solve",
-                     "symmetric_product"), _leading(lambda params, ins, outs: len(ins[0]) - 2)),
-    **dict.fromkeys(("lu_pivots_to_permutation", "tridiagonal_solve"),
-                    _leading(lambda params, ins, outs: len(ins[0]) - 1)),
+                     "svd", "eigh", "eig", "schur", "hessenberg", "tridiagonal", "symmetric_product"),
+                    _leading(lambda params, ins, outs: len(ins[0]) - 2)),
+    "lu_pivots_to_permutation": _leading(lambda params, ins, outs: len(ins[0]) - 1),
+    **dict.fromkeys(("triangular_solve", "tridiagonal_solve"), _solve),
     "fft": _leading(lambda params, ins, outs: len(ins[0]) - len(params["fft_lengths"])),
     "approx_top_k": _along("reduction_dimension"),
     **dict.fromkeys(("jaxdist_all_reduce", "ppermute"), _along()),
@@ -340,11 +348,3 @@ _WHOLE = {"custom_partitioning", "ffi_call", "rng_bit_generator", "select_and_sc
 def is_known(primitive: Primitive) -> bool:
     """Check whether an operation has a rule, or is known to have none."""
     return primitive.name in FACTORS or primitive.name in _WHOLE or is_elementwise(primitive)
-
-
-def described(rule: str) -> Rule:
-    """Return the rule of a description such as ``"b..., .d -> b."``, with ``.`` for a dimension that stays whole."""
-    equation = rule.replace(" ", "")
-    if equation.count("->") != 1 or set(equation) - set("->,.") - set(LETTERS):
-        raise ValueError(f"rule={rule!r}: expected a description such as 'b..., .d -> b.', or a function")
-    return einsum(equation)

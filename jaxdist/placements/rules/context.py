@@ -275,8 +275,9 @@ class RuleContext:
         made = zip(node.outs, run.described.results, strict=True)
         sent = link.sent("all-reduce", sum(nbytes(avals[o]) for o, dims in made if factor not in dims))
         whole = sum(nbytes(avals[i]) for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split))
-        if run.split.of_state and sent > moved + 2 * link.sent("all-gather", whole):
-            return math.inf, 1, factor  # gathering the stored operand is cheaper than reducing the result
+        may_gather = run.split.of_state or (run.kind != "sum" and run.described.onto is not None)  # a scatter's updates
+        if may_gather and sent > moved + 2 * link.sent("all-gather", whole):
+            return math.inf, 1, factor  # gathering the operand is cheaper than reducing the result
         return moved + sent, 1, factor
 
 

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxdist import compat
 from jaxdist.ir.interpreter import axes_of, bodies, walk
 from jaxdist.placements.model.block import Block, Node
-from jaxdist.placements.model.factors import FACTORS, Dims, Factors, Params, Shapes, described
+from jaxdist.placements.model.factors import FACTORS, Dims, Factors, Params, Shapes, einsum
 from jaxdist.placements.model.named_kernels import TWINS, twin_of
 from jaxdist.placements.model.strategy import DeviceContext, Run, Strategy, sliced
 from jaxdist.placements.model.values import REPLICATED, Form, Partial, Placement, Split, form, local_shape, tile
@@ -276,9 +276,9 @@ def register(
         for label in (name, f"ffi_call {name}"):
             TWINS[label], SPECIAL[label] = like, [_as_twin]
     elif isinstance(rule, str):
-        FACTORS[name] = described(rule)
+        FACTORS[name] = einsum(rule)
     elif callable(rule):
-        FACTORS[name] = lambda *facts: None if (text := rule(*facts)) is None else described(text)(*facts)
+        FACTORS[name] = lambda *facts: None if (text := rule(*facts)) is None else einsum(text)(*facts)
     else:
         raise ValueError(f"rule={rule!r}: a description such as 'b..., .d -> b.', or a function")
 
