@@ -1,10 +1,10 @@
 """Numbers of a finite field in the place of floats: sums, products and quotients are exact, in any order.
 
-A real number becomes an integer modulo the prime P = 2**31 - 1, between -H and H, in an int32. The order of numbers is
-that of their multiples by a random number, and another one at the next point, so that what a comparison leaves out at
-one, as of two constants, is taken at another. Infinities stay the ends. What is not a polynomial (exp, tanh, a
-factorization) becomes a hash of its operands: the same for the same operands, and nothing else. A complex number is a
-pair; since -1 has no square root modulo P, pairs are a field, too.
+A real number becomes an integer modulo the prime P = 2**31 - 1, from 0 to P - 1, in a uint32; the upper half stands for
+negative numbers. The order of numbers is that of their multiples by a random number, and another one at the next point,
+so that what a comparison leaves out at one, as of two constants, is taken at another. Infinities stay the ends. What is
+not a polynomial (exp, tanh, a factorization) becomes a hash of its operands: the same for the same operands, and
+nothing else. A complex number is a pair; since -1 has no square root modulo P, pairs are a field, too.
 """
 
 import functools
@@ -28,7 +28,7 @@ class Pair(NamedTuple):
     imag: Any
 
 
-Number = Any  # an int32 array of numbers of the field, or a `Pair` of two
+Number = Any  # a uint32 array of numbers of the field, or a `Pair` of two
 
 
 def wide(x: Any) -> Any:
@@ -37,25 +37,33 @@ def wide(x: Any) -> Any:
 
 def fold(x: Any) -> Any:
     """Return integers between -2**62 and 2**62 as numbers of the field."""
-    for _ in range(2):  # 2**31 is 1 modulo P
-        x = (x & P) + (x >> 31)
-    return jnp.where(x > H, x - P, x).astype(jnp.int32)
+    x = (x & P) + (x >> 31)  # 2**31 is 1 modulo P
+    return _least((x + jnp.where(x < 0, P, 0)).astype(jnp.uint32))
+
+
+def _least(x: Any) -> Any:
+    """Return numbers from 0 to 2P - 1 modulo P: a negative difference would be a large number."""
+    return jnp.minimum(x, x - jnp.uint32(P))
+
+
+def signed(x: Any) -> Any:
+    """Return numbers as integers from -H to H."""
+    return jnp.where(x > H, x - jnp.uint32(P), x).astype(jnp.int32)
 
 
 def mul(x: Number, y: Number) -> Number:
     if isinstance(x, Pair) or isinstance(y, Pair):
         return _of_pairs(mul, x, y)
-    return fold(wide(x) * wide(y))
+    x = jnp.asarray(x).astype(jnp.uint64) * jnp.asarray(y).astype(jnp.uint64)
+    return _least(((x & P) + (x >> 31)).astype(jnp.uint32))
 
 
 def add(x: Number, y: Number) -> Number:
-    if isinstance(x, Pair):
-        return Pair(*map(add, x, y))
-    return fold(wide(x) + wide(y))
+    return Pair(*map(add, x, y)) if isinstance(x, Pair) else _least(x + y)
 
 
 def neg(x: Number) -> Number:
-    return Pair(-x.real, -x.imag) if isinstance(x, Pair) else -x
+    return Pair(*map(neg, x)) if isinstance(x, Pair) else jnp.minimum(-x, jnp.uint32(P) - x)
 
 
 def _of_pairs(multiply: Callable[[Any, Any], Any], x: Number, y: Number) -> Pair:
@@ -109,8 +117,8 @@ def product(f: Callable[[Any, Any], Any], x: Number, y: Number) -> Number:
 
 
 def _halves(x: Any) -> tuple[Any, Any]:
-    high = (wide(x) + 32768) >> 16
-    return high, wide(x) - (high << 16)
+    high = (wide(signed(x)) + 32768) >> 16
+    return high, wide(signed(x)) - (high << 16)
 
 
 # --- hashes
@@ -148,7 +156,7 @@ def digest(x: Number, dims: int) -> Any:
     if isinstance(x, Pair):
         return hashed("pair", digest(x.real, dims), digest(x.imag, dims))
     shape = x.shape[x.ndim - dims :]
-    weighed = wide(mul(wide(x) % P, jnp.broadcast_to(positions("digest", shape), x.shape)))
+    weighed = wide(mul(x, jnp.broadcast_to(positions("digest", shape), x.shape)))
     return fold(jnp.sum(weighed, axis=tuple(range(x.ndim - dims, x.ndim))))
 
 
@@ -165,14 +173,19 @@ def embedded(value: Any) -> Any:
     shift = (exponent.astype(np.int64) - 53) % 31
     high, low = np.divmod((mantissa * 2.0**53).astype(np.int64), 1 << 31)
     out = ((high + low) % P * (1 << shift)) % P
-    out = np.where(out > H, out - P, out)
-    special = np.where(np.isposinf(value), H, np.where(np.isneginf(value), -H, 12345678))
-    return np.where(np.isfinite(value), out, special).astype(np.int32)
+    special = np.where(np.isposinf(value), H, np.where(np.isneginf(value), P - H, 12345678))
+    return np.where(np.isfinite(value), out, special).astype(np.uint32)
 
 
 def ordered(order: Any, x: Any) -> Any:
-    """Return integers in whose order numbers are, given a factor; and the numbers again, given its inverse."""
-    return jnp.where(jnp.abs(x) == H, x, mul(order, x))
+    """Return integers in whose order numbers are, given a factor."""
+    return signed(jnp.where((x == H) | (x == P - H), x, mul(x, order)))
+
+
+def unordered(inverse: Any, key: Any) -> Any:
+    """Return numbers, given their integers and the inverse of the factor."""
+    x = fold(wide(key))
+    return jnp.where((x == H) | (x == P - H), x, mul(x, inverse))
 
 
 def drawn_order(rng: np.random.Generator) -> np.ndarray:
@@ -183,5 +196,5 @@ def drawn_order(rng: np.random.Generator) -> np.ndarray:
 
 def drawn(rng: np.random.Generator, shape: Sequence[int], is_complex: bool) -> Any:
     """Draw a random point."""
-    one = lambda: rng.integers(-H, H + 1, shape, dtype=np.int32)
+    one = lambda: rng.integers(0, P, shape, dtype=np.uint32)
     return Pair(one(), one()) if is_complex else one()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from jaxdist import compat
 from jaxdist.placements.model.values import aval_of
@@ -50,13 +50,14 @@ def _ordered(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     factor, inverse = e.order
     in_order = lambda x, v: field.ordered(factor, x) if is_float(aval_of(v)) else x
     outs = e.bind(eqn, [in_order(x, v) for x, v in zip(xs, eqn.invars, strict=True)])
-    back = lambda x, v: field.ordered(inverse, x) if is_float(aval_of(v)) and name != "sign" else x
+    inverse = 1 if name == "sign" else inverse
+    back = lambda x, v: field.unordered(inverse, x) if is_float(aval_of(v)) else x
     return [back(x, v) for x, v in zip(outs, eqn.outvars, strict=True)]
 
 
 def _clamped(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     low, x, high = (field.ordered(e.order[0], x) for x in xs)
-    return [field.ordered(e.order[1], jnp.minimum(jnp.maximum(x, low), high))]
+    return [field.unordered(e.order[1], jnp.minimum(jnp.maximum(x, low), high))]
 
 
 def _compared(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
@@ -75,7 +76,7 @@ def _same(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
 
 
 def _iota(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
-    x = lax.broadcasted_iota(np.int32, eqn.params["shape"], eqn.params["dimension"])
+    x = lax.broadcasted_iota(np.uint32, eqn.params["shape"], eqn.params["dimension"])
     return [_complex(x) if is_complex(aval_of(eqn.outvars[0])) else x]
 
 
@@ -99,7 +100,7 @@ def _scattered(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     apply = lambda x, y: getattr(lax, kind)(field.wide(x), indices, field.wide(y), numbers, **same)
     if kind in ("scatter_max", "scatter_min"):
         ordered = apply(*(field.ordered(e.order[0], x) for x in (operand, updates)))
-        return [field.ordered(e.order[1], ordered.astype(np.int32))]
+        return [field.unordered(e.order[1], ordered)]
     return [by_part(lambda x, y: field.fold(apply(x, y)), operand, updates)]
 
 
@@ -113,6 +114,14 @@ def _multiplied(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]
         x = lax.associative_scan(field.mul, x, axis=axis)
         x = jax.tree.map(lambda x, axis=axis: lax.index_in_dim(x, -1, axis, keepdims=False), x)
     return [x]
+
+
+def _divided(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
+    x, below = xs[0], eqn.invars[1]
+    if isinstance(below, Literal) and not is_complex(below.aval):  # no loop in the program
+        value = int(field.embedded(np.asarray(below.val, aval_of(below).dtype)))
+        return [field.mul(x, pow(value, field.P - 2, field.P))]
+    return [field.mul(x, field.inverse(xs[1]))]
 
 
 def _reduced(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
@@ -151,7 +160,8 @@ def _converted(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     (x,), before, after = xs, aval_of(eqn.invars[0]), aval_of(eqn.outvars[0])
     if not is_float(after):
         if after.dtype != bool or isinstance(x, Pair):  # small numbers are what they are: counts, labels
-            x = jnp.where(_is_small(x), x.real if isinstance(x, Pair) else x, field.hashed("integer", x))
+            part = x.real if isinstance(x, Pair) else x
+            x = field.signed(jnp.where(_is_small(x), part, field.hashed("integer", x)))
         return [x != 0 if after.dtype == bool else x.astype(after.dtype)]
     if not is_float(before):
         x = field.fold(field.wide(x))
@@ -161,18 +171,22 @@ def _converted(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
 
 
 def _is_small(x: Number) -> Any:
-    return _is_small(x.real) & (x.imag == 0) if isinstance(x, Pair) else jnp.abs(x) < 1 << 20
+    return _is_small(x.real) & (x.imag == 0) if isinstance(x, Pair) else jnp.abs(field.signed(x)) < 1 << 20
 
 
 def _bits(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     (x,), before, after = xs, aval_of(eqn.invars[0]), aval_of(eqn.outvars[0])
     if before.dtype.itemsize != after.dtype.itemsize or (is_float(before) and after.dtype.itemsize < 4):
         raise unchecked(eqn, f" of {before.dtype}")
-    return [field.fold(field.wide(x)) if is_float(after) else x.astype(after.dtype)]  # there and back: the same number
+    if not is_float(after):
+        return [x.astype(after.dtype)]
+    x = field.wide(x)
+    is_number = (x >= 0) & (x < field.P)  # there and back: the same number
+    return [jnp.where(is_number, x.astype(jnp.uint32), field.hashed("bits", x))]
 
 
 def _of_matrices(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
-    ranks = {"householder_product": (2, 1), "tridiagonal_solve": (1, 1, 1, 2), "cholesky_update": (2, 1)}
+    ranks = {"householder_product": (2, 1), "cholesky_update": (2, 1)}
     digests = [field.digest(x, n) for x, n in zip(xs, ranks.get(eqn.primitive.name, (2,) * len(xs)), strict=True)]
     return _by_example(f"{eqn.primitive.name}{settings_of(eqn)}", eqn, digests, digests[0].ndim)
 
@@ -192,14 +206,15 @@ def _by_example(name: str, eqn: JaxprEqn, digests: Sequence[Any], batch: int) ->
     return made
 
 
-def _triangular_solve(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
-    """A product with a matrix that depends on `a`: columns of `b` may be divided, or sums."""
-    (a, b), size = xs, aval_of(eqn.invars[0]).shape[-1]
-    key = jnp.asarray(field.digest(a, 2))[..., None]
-    matrix = field.hashed(f"triangular{settings_of(eqn)}", key, jnp.arange(size**2)).reshape(
-        *key.shape[:-1], size, size
-    )
-    apply = (lambda m, b: m @ b) if eqn.params["left_side"] else (lambda m, b: b @ m)
+def _solved(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
+    """A product with a matrix that depends on the coefficients: columns of `b` may be divided, or sums."""
+    (*coefficients, b), size = xs, aval_of(eqn.invars[0]).shape[-1]
+    batch = aval_of(eqn.outvars[0]).ndim - 2
+    digests = [field.digest(a, aval_of(v).ndim - batch) for a, v in zip(coefficients, eqn.invars, strict=False)]
+    keys = [jnp.asarray(x)[..., None] for x in digests]
+    entries = field.hashed(f"{eqn.primitive.name}{settings_of(eqn)}", *keys, jnp.arange(size**2))
+    matrix = entries.reshape(*entries.shape[:-1], size, size)
+    apply = (lambda m, b: m @ b) if eqn.params.get("left_side", True) else (lambda m, b: b @ m)
     return [field.product(apply, matrix, b)]
 
 
@@ -284,9 +299,9 @@ def _outside(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     """A function of all of its operands, but for those dimensions that `jax.vmap` added."""
     count = compat.batches(eqn)
     batch = aval_of(eqn.outvars[0]).shape[:count] if eqn.outvars else ()
-    digests = [jnp.zeros(batch, np.int32)]
+    digests = [jnp.zeros(batch, np.uint32)]
     for x, aval in zip(xs, map(aval_of, eqn.invars), strict=True):
-        shared = aval.shape[:count] != batch
+        x, shared = x if is_float(aval) else field.fold(field.wide(x)), aval.shape[:count] != batch
         digests.append(jnp.broadcast_to(field.digest(x, aval.ndim - (0 if shared else count)), batch))
     return _by_example(f"{eqn.primitive.name}{compat.kernel_name(eqn)}", eqn, digests, count)
 
@@ -295,7 +310,7 @@ def _of_parts(name: str) -> Rule:
     """Return the rule of an operation on the parts of complex numbers."""
     parts: dict[str, Callable[..., Any]] = {
         "complex": lambda x, y: Pair(*jnp.broadcast_arrays(x, y)),
-        "conj": lambda x: Pair(_complex(x).real, -_complex(x).imag),
+        "conj": lambda x: Pair(_complex(x).real, field.neg(_complex(x).imag)),
         "real": lambda x: x.real, "imag": lambda x: x.imag,
     }  # fmt: skip
     return lambda e, eqn, xs: [parts[name](*xs)]
@@ -312,33 +327,35 @@ OF_ANY |= {
     "custom_partitioning": lambda e, eqn, xs: e.run(eqn.params["call"], xs),
     "pallas_call": lambda e, eqn, xs: e.run(compat.interpreted_kernel(eqn), xs),
     "psum_invariant": _psum,
-    "jaxdist_count": lambda e, eqn, xs: [jnp.zeros(aval_of(eqn.outvars[0]).shape, np.int32)],
+    "jaxdist_count": lambda e, eqn, xs: [jnp.zeros(aval_of(eqn.outvars[0]).shape, np.uint32)],
 }  # fmt: skip
 RULES |= {
     **OF_ANY,
     **dict.fromkeys(("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice",
                      "concatenate", "rev", "select_n", "copy", "copy_p", "split", "dynamic_update_slice", "pad",
                      "all_gather", "all_to_all", "ppermute", "jaxdist_all_gather", "unstack", "stack", "tile"), _moved),
-    **dict.fromkeys(("reduce_sum", "reduce_window_sum", "psum", "reduce_scatter", "jaxdist_all_reduce", "add", "sub",
-                     "jaxdist_reduce_scatter", "select_and_scatter_add", "add_any", "neg", "cumsum"), _summed),
+    **dict.fromkeys(("reduce_sum", "reduce_window_sum", "psum", "reduce_scatter", "jaxdist_all_reduce",
+                     "jaxdist_reduce_scatter", "select_and_scatter_add", "cumsum"), _summed),
     **dict.fromkeys(("reduce_max", "reduce_min", "argmax", "argmin", "max", "min", "cummax", "cummin", "abs", "sign",
                      "sort", "top_k", "pmax", "pmin", "reduce_window_max", "reduce_window_min"), _ordered),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "le_to", "lt_to"), _compared),
     **dict.fromkeys(_SCATTERS, _scattered),
     **dict.fromkeys(("dot_general", "conv_general_dilated", "ragged_dot_general"), _contracted),
     **dict.fromkeys(("cholesky", "lu", "qr", "svd", "eigh", "geqrf", "householder_product", "tridiagonal", "schur",
-                     "hessenberg", "eig", "tridiagonal_solve", "cholesky_update"), _of_matrices),
+                     "hessenberg", "eig", "cholesky_update"), _of_matrices),
     **{name: _of_parts(name) for name in ("complex", "conj", "real", "imag")},
     "clamp": _clamped,
     **dict.fromkeys(("empty", "empty2"), lambda e, eqn, xs: [e.constant(np.zeros(a.shape, a.dtype))
                                                              for a in map(aval_of, eqn.outvars)]),
     "is_finite": lambda e, eqn, xs: [jnp.ones(aval_of(eqn.outvars[0]).shape, bool)],
+    "neg": lambda e, eqn, xs: [field.neg(xs[0])], "sub": lambda e, eqn, xs: [field.add(xs[0], field.neg(xs[1]))],
+    **dict.fromkeys(("add", "add_any"), lambda e, eqn, xs: [field.add(*xs)]),
     "mul": lambda e, eqn, xs: [field.mul(*xs)], "square": lambda e, eqn, xs: [field.mul(xs[0], xs[0])],
-    "div": lambda e, eqn, xs: [field.mul(xs[0], field.inverse(xs[1]))],
+    "div": _divided,
     "integer_pow": lambda e, eqn, xs: [field.power(xs[0], eqn.params["y"])],
     "reduce_prod": _multiplied, "cumprod": _multiplied, "reduce": _reduced, "iota": _iota, "gather": _gather,
     "fft": _fft, "convert_element_type": _converted, "bitcast_convert_type": _bits,
-    "triangular_solve": _triangular_solve,
+    **dict.fromkeys(("triangular_solve", "tridiagonal_solve"), _solved),
 }  # fmt: skip
 
 
