@@ -83,7 +83,7 @@ MUTANTS: list[Mutant] = [
     Mutant("heads of keys are as many as of queries", "jaxdist/placements/model/named_kernels.py",
            "units[k, heads_at] = shared", "pass", "tests/oracle/test_own_rules.py -k cudnn"),
     Mutant("right-hand sides are always columns", "jaxdist/placements/model/factors.py",
-           'batch + params.get("left_side", True)', "batch + 1", "tests/oracle/test_programs.py -k operations"),
+           'batch + params.get("left_side", True)', "batch + 1", "tests/program/test_sent.py -k messages"),
     Mutant("all of a table is reduced for a few rows", "jaxdist/placements/rules/context.py",
            "may_gather = run.split.of_state or (", "may_gather = run.split.of_state and (",
            "tests/program/test_sent.py -k messages"),

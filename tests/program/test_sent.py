@@ -239,6 +239,7 @@ MESSAGES: dict[str, tuple[Any, Any, Any, list[str]]] = {
     "a step an example": (flows.FLOWS["a step an example"], W, X, ["all-gather"]),
     "an example's own place": (at_labels, W, LABELLED, ["all-reduce"]),
     "right-hand sides": (lambda w, x: jax.scipy.linalg.solve_triangular(w, x.T), W, X, []),
+    "rows for right-hand sides": (lambda w, x: lax.linalg.triangular_solve(w, x), W, X, []),
     "the largest of each group": (lambda w, b: jax.ops.segment_max(b["x"], b["y"], 6), W, LABELLED, ["extreme"]),
     "few rows onto many": (
         lambda w, x: jnp.zeros((99, 6)).at[3].max(x[:, 0].sum()).at[jnp.arange(16)].max(x),
