@@ -103,8 +103,8 @@ def _at_points(
     """Return the first difference at some random points, or that there is none."""
     try:
         for point in points(avals, whole, count):
-            if (found := difference(point)) is not None:
-                return found
+            if (differ := difference(point)) is not None:
+                return differ
     except UncheckedError as problem:  # of the program, and so on every rank
         return Verified(None, 0, 0, unchecked=str(problem))
     return Verified(True, _count(step), count)

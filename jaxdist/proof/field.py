@@ -196,5 +196,5 @@ def drawn_order(rng: np.random.Generator) -> np.ndarray:
 
 def drawn(rng: np.random.Generator, shape: Sequence[int], is_complex: bool) -> Any:
     """Draw a random point."""
-    one = lambda: rng.integers(0, P, shape, dtype=np.uint32)
-    return Pair(one(), one()) if is_complex else one()
+    part = lambda: rng.integers(0, P, shape, dtype=np.uint32)
+    return Pair(part(), part()) if is_complex else part()

@@ -55,11 +55,6 @@ def _ordered(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     return [back(x, v) for x, v in zip(outs, eqn.outvars, strict=True)]
 
 
-def _clamped(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
-    low, x, high = (field.ordered(e.order[0], x) for x in xs)
-    return [field.unordered(e.order[1], jnp.minimum(jnp.maximum(x, low), high))]
-
-
 def _compared(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     x, y = xs
     name = eqn.primitive.name.removesuffix("_to")
@@ -337,14 +332,13 @@ RULES |= {
     **dict.fromkeys(("reduce_sum", "reduce_window_sum", "psum", "reduce_scatter", "jaxdist_all_reduce",
                      "jaxdist_reduce_scatter", "select_and_scatter_add", "cumsum"), _summed),
     **dict.fromkeys(("reduce_max", "reduce_min", "argmax", "argmin", "max", "min", "cummax", "cummin", "abs", "sign",
-                     "sort", "top_k", "pmax", "pmin", "reduce_window_max", "reduce_window_min"), _ordered),
+                     "sort", "top_k", "pmax", "pmin", "reduce_window_max", "reduce_window_min", "clamp"), _ordered),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "le_to", "lt_to"), _compared),
     **dict.fromkeys(_SCATTERS, _scattered),
     **dict.fromkeys(("dot_general", "conv_general_dilated", "ragged_dot_general"), _contracted),
     **dict.fromkeys(("cholesky", "lu", "qr", "svd", "eigh", "geqrf", "householder_product", "tridiagonal", "schur",
                      "hessenberg", "eig", "cholesky_update"), _of_matrices),
     **{name: _of_parts(name) for name in ("complex", "conj", "real", "imag")},
-    "clamp": _clamped,
     **dict.fromkeys(("empty", "empty2"), lambda e, eqn, xs: [e.constant(np.zeros(a.shape, a.dtype))
                                                              for a in map(aval_of, eqn.outvars)]),
     "is_finite": lambda e, eqn, xs: [jnp.ones(aval_of(eqn.outvars[0]).shape, bool)],

@@ -104,7 +104,7 @@ class Faulty:
             users = [block.nodes[k] for k in block.users.get(i, ())]
             named.update(users)
             todo += [o for user in users if user.name in ("reshape", "squeeze", "transpose") for o in user.outs]
-        return {(one.label, one.line) for one in named}
+        return {(operation.label, operation.line) for operation in named}
 
     @contextmanager
     def emitted(self) -> Iterator[None]:
