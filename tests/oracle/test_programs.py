@@ -6,6 +6,7 @@ do not, by turns. With JAXDIST_FULL set, every operation by itself on all of the
 
 import itertools
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -35,7 +36,8 @@ def operations_by_way() -> Iterator[Any]:
         yield from ((way, (name,)) for name, way in itertools.product(operations.OPERATIONS, EVEN + ODD))
         return
     found: dict[tuple[tuple[int, int], bool], list[str]] = {}
-    for i, name in enumerate(operations.OPERATIONS):
+    for name in operations.OPERATIONS:
+        i = zlib.crc32(name.encode()) >> 4  # not its place: another row must not send it to other devices
         for k, ways in enumerate((EVEN, ODD)):
             quick = k == (
                 1 if name.startswith(("reduce", "other")) else i % 2 if name.startswith("shape") else bool(i % 3)
