@@ -17,7 +17,7 @@ from jaxdist.compilation.callbacks import Callbacks
 from jaxdist.compilation.calling import COMPRESSIONS, Settings
 from jaxdist.compilation.placed import PlacedStep
 from jaxdist.compilation.signature import Avals, Leaf, PyTree, Signature, picker, unflattener
-from jaxdist.compilation.tracing import StepJaxpr, TracedStep, jaxpr_of, traced
+from jaxdist.compilation.tracing import StepJaxpr, TracedStep, jaxpr_of, traced, without_collections
 from jaxdist.ir.fingerprint import dataflow
 from jaxdist.ir.interpreter import Interpreter, contains
 from jaxdist.machine import Machine
@@ -91,6 +91,7 @@ class Program:
         by_position = {i: x for group, items in groups for i, x in zip(group, items, strict=True)}
         return [by_position[i] for i in range(len(self.placed.avals))]
 
+    @without_collections()
     def lower(self) -> jax.stages.Lowered:
         """Lower it, like ``jax.jit(f).lower``."""
         placed = self.placed

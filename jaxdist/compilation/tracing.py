@@ -167,6 +167,7 @@ def traced(
     )
 
 
+@without_collections()
 def jaxpr_of(
     step: Callable[..., PyTree], signature: Signature, avals: Avals, mesh: Mesh, check_finite: bool
 ) -> StepJaxpr:

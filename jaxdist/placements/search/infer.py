@@ -85,10 +85,6 @@ class Infer:
             self._placed[returning_key] = self._placed[key].returning(self, wants)
         return self._placed[returning_key]
 
-    def forget(self, block: Block) -> None:
-        """Drop the memorized placements of a block, but not those that its bodies have."""
-        self._placed = {key: placed for key, placed in self._placed.items() if key[0] is not block}
-
     def marked(self, block: Block) -> dict[int, int]:
         """Map each value that leads to a mark of `jaxdist.zero` to the dimension to split."""
         if block not in self._marked:

@@ -17,6 +17,7 @@ from jaxdist.placements.model.block import Block, Classes, Node
 from jaxdist.placements.model.cost import cost, descend
 from jaxdist.placements.model.strategy import nbytes
 from jaxdist.placements.model.values import REPLICATED, Placement, form, reshaped, tile
+from jaxdist.placements.propagate import propagate
 from jaxdist.placements.search.infer import Infer
 
 _PADDED = 1 / 16  # largest relative growth of a dimension by padding
@@ -143,7 +144,10 @@ def _price(
     examples: int,
     cuts: Mapping[int, int],
 ) -> float:
-    """Return the seconds of a layout: those of the step, plus the time to send a device's part of the state."""
+    """Return the seconds of a layout: those of the step, plus the time to send a device's part of the state.
+
+    Options hardly tell layouts apart, and would double the time of the search.
+    """
     n, avals, in_state = infer.devices, [block.avals[i] for i in block.inputs], set(state)
     ins: list[Placement] = [
         tile(cuts[k], aval.shape[cuts[k]], n, of_state=True) if k in cuts else REPLICATED
@@ -151,11 +155,9 @@ def _price(
     ]
     wants = [form(ins[k]) if k is not None and k in in_state else REPLICATED for k in sources]
     try:
-        placed = infer.place(block, ins, wants)
+        placed = propagate(infer, block, ins).returning(infer, wants)
     except StepError:
         return math.inf
-    finally:
-        infer.forget(block)
     held = sum(nbytes(avals[k]) / (n if k in cuts else 1) for k in state)
     return cost(placed, infer, examples) + held / infer.link.bandwidth
 
