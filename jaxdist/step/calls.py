@@ -1,18 +1,15 @@
 """The calls of a step: one that is new to this rank is compared with the other ranks', and its state is placed."""
 
-import contextlib
-import dataclasses
 import itertools
 import logging
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
 from jaxdist.agreement import sync
-from jaxdist.agreement.calls import CHANGED, OtherRows, Rows, agree
-from jaxdist.agreement.description import Description, list_ranks, unlike_the_root
+from jaxdist.agreement.calls import OtherRows, Rows
 from jaxdist.agreement.ledger import Entry, Ledger
 from jaxdist.agreement.meshes import connect
 from jaxdist.compat import trace_settings
@@ -20,20 +17,18 @@ from jaxdist.compilation import finite, modules
 from jaxdist.compilation.calling import Settings
 from jaxdist.compilation.program import Pinned, Program, ProgramCache, TraceSettings
 from jaxdist.compilation.signature import Args, Leaf, PyTree, Signature, Structure, flat
-from jaxdist.device_map import same_rows_somewhere
-from jaxdist.errors import in_words
 from jaxdist.placements import report
 from jaxdist.placements.model.layouts import Layout, physical
-from jaxdist.runtime.context import Context, divides, machine_of
+from jaxdist.runtime.context import Context, machine_of
 from jaxdist.step import batch
 from jaxdist.step.cached_call import CachedCall
+from jaxdist.step.comparing import CallComparison, CallName
 from jaxdist.step.donated import Donation, check_not_donated
 from jaxdist.step.donated import latest as latest_donations
 from jaxdist.step.leaves import spans, type_key
-from jaxdist.step.placer import CurrentLayout, Placer
+from jaxdist.step.placer import Placer
 from jaxdist.step.proving import require_equal
 from jaxdist.step.reading import Reader
-from jaxdist.step.records import Entries, checksum_of, entries_of, ledger_entry
 from jaxdist.step.values import DifferingRanks, ValueCheck
 from jaxdist.text import say_once
 
@@ -78,19 +73,19 @@ class Calls:
 
     def __init__(self, base: str, settings: Settings, context: Context, mesh: Mesh, input_mesh: Mesh | None = None):
         connect(context, mesh)
-        self.name, self.number = base, 0
-        self._entered = 0  # the last call that this rank has entered for good
+        self._name = base
+        self._named = False  # so that no other step of the job has this name
+        self._entered = 0  # the number of the last call that this rank has entered for good
         self._settings, self.context, self.mesh = settings, context, mesh
         self.placer = Placer(context, mesh, input_mesh)
         self.cache = ProgramCache(settings, mesh, machine_of(mesh), context.rules or context.communicator)
         self.reader = Reader(base, settings, self.placer, self.cache)
         self._values = ValueCheck(base, settings, self.placer, self.cache, self.reader)
         self._ledger = context.only(Ledger)
+        self._compare = CallComparison(settings, self.placer, self.cache, self._ledger, self._values)
         self._several = context.size > 1
         self._latest: dict[Structure, CachedCall] = {}  # the first to try: loops repeat a call
         self._cached: dict[Hashable, CachedCall] = {}  # by all that a program is for
-        self._compared: set[bytes] = set()  # digests of calls that all ranks have made
-        self._unconfirmed: set[Signature] = set()  # of calls in which all ranks have passed the same batch so far
         self._proven: set[Program] = set()  # programs that have been compared with the step
         self._is_first = True  # no program yet
         self._warned = False  # of what is gathered
@@ -104,13 +99,8 @@ class Calls:
     def run(self, args: Args, keywords: tuple[str, ...], pinned: Pinned | None = None) -> PyTree:
         """The result of a call: its program, known or new, on its arguments, once they are on the mesh."""
         self._ledger.begin()
-        if not self.number:
-            # Two steps may be of one name. They are told apart by their first calls, whose order is that of all ranks.
-            count = next(_names.setdefault(self.name, itertools.count()))
-            self.name += f"#{count}" * bool(count)
-        # A call that failed before it sent anything does not count: the next one has its number.
-        self.number = self._entered + 1
-        self._ledger.check_all_here(self.name)
+        name = self._next_name()
+        self._ledger.check_all_here(name.step)
         objects = None
         try:
             leaves, tree = flat(args, keywords)
@@ -119,38 +109,34 @@ class Calls:
                 args, objects = modules.split(args)
                 leaves, tree = flat(args, keywords)
         except Exception as error:
-            self._report(error)
+            self._compare.report(name, error)
             raise
         arguments = Arguments(args, keywords, leaves, tree)
-        cached, totals = None, None
-        while cached is None:  # once, or twice where the ranks do not pass the rows that some rank assumed
-            try:
-                cached, leaves = self._agreed(arguments, pinned, totals)
-            except OtherRows as other:
-                totals = other.total
+        try:
+            cached, leaves = self._agreed(name, arguments, pinned)
+        except OtherRows as other:  # the ranks do not pass the rows that some rank assumed
+            cached, leaves = self._agreed(name, arguments, pinned, other.total)
         if self._settings.verify and cached.program not in self._proven:
             self._proven.add(cached.program)
             placed = cached.program.placed
-            require_equal(self.name, self.placer, placed, placed.signature.data(leaves))
-        if pinned is not None:
-            cached = dataclasses.replace(cached, program=pinned.program)
+            require_equal(name.step, self.placer, placed, placed.signature.data(leaves))
+        program = cached.program if pinned is None else pinned.program
         state, batch = cached.arguments(leaves, self.placer)
-        result, counts = self._call(cached, state, batch)
-        program, name, call = cached.program, self.name, self.number
-        if program.donated:
-            donation = latest_donations[self] = Donation(name, call, program.pick_donated(state))
-            if program.virtual:  # where NumPy looks at one device's part JAX keeps it, and would crash on the others
-                for x in donation.arrays:
-                    x.delete()
-        if counts is not None:
-            kinds = (not self._settings.check_finite and self.cache.looked_for) or (True, True)
-            finite.examine(program.placed.step.checked, counts, self.mesh, f"step {name!r}, call {call}: ", kinds)
-        if self._settings.check_every and call % self._settings.check_every == 0:
-            sync.compare(self.context, result, f"check of {name} call {call}", f"step {name!r}, call {call}: result")
+        result, counts = self._run(name, cached.entry, program, state, batch)
+        self._after(name, program, state, result, counts)
         return result if objects is None else modules.update(objects, result)
 
+    def _next_name(self) -> CallName:
+        """Name the next call."""
+        if not self._named:
+            # Two steps may be of one name. They are told apart by their first calls, whose order is that of all ranks.
+            count = next(_names.setdefault(self._name, itertools.count()))
+            self._name, self._named = self._name + f"#{count}" * bool(count), True
+        # A call that failed before it sent anything does not count: the next one has its number.
+        return CallName(self._name, self._entered + 1)
+
     def _agreed(
-        self, arguments: Arguments, pinned: Pinned | None, totals: Sequence[int | None] | None = None
+        self, name: CallName, arguments: Arguments, pinned: Pinned | None, totals: Sequence[int | None] | None = None
     ) -> tuple[CachedCall, Sequence[Leaf]]:
         """Return the call for these arguments, on which all ranks agree, and its leaves, with the state on the mesh.
 
@@ -163,26 +149,26 @@ class Calls:
                 found = Found(latest)
             else:
                 rows = self._rows(leaves, totals)
-                found = self._look_up(arguments, rows, settings)
+                found = self._look_up(name.step, arguments, rows, settings)
             if pinned is not None:
                 found.call.check_compiled(pinned.expected)
         except Exception as error:
-            self._report(error, rows)
+            self._compare.report(name, error, rows)
             raise
-        return found.call, self._compared_and_placed(found, arguments, rows)
+        return found.call, self._compared_and_placed(name, found, arguments, rows)
 
-    def _call(
-        self, cached: CachedCall, state: Sequence[Leaf], batch: Sequence[Leaf]
+    def _run(
+        self, name: CallName, entry: Entry, program: Program, state: Sequence[Leaf], batch: Sequence[Leaf]
     ) -> tuple[PyTree, jax.Array | None]:
         """Run the program. From here on nothing stops this rank from its collectives."""
         if not self._several:
-            self._entered = self.number
-            return cached.program(state, batch)
-        self._ledger.enter(cached.entry)
-        active = self.context.watchdog.enter(f"step {self.name!r}, call {self.number}")
-        self._entered = self.number
+            self._entered = name.number
+            return program(state, batch)
+        self._ledger.enter(entry)
+        active = self.context.watchdog.enter(str(name))
+        self._entered = name.number
         try:
-            result, counts = cached.program(state, batch)
+            result, counts = program(state, batch)
         except BaseException as error:
             active.finish(None, type(error).__name__)
             self.context.control.stay_if_ending()  # a rank that left may be its cause
@@ -190,6 +176,21 @@ class Calls:
         active.finish(result)
         self._ledger.output = active.output
         return result, counts
+
+    def _after(
+        self, name: CallName, program: Program, state: Sequence[Leaf], result: PyTree, counts: jax.Array | None
+    ) -> None:
+        """Note what the program has taken, and check its result as the user has asked."""
+        if program.donated:
+            donation = latest_donations[self] = Donation(name.step, name.number, program.pick_donated(state))
+            if program.virtual:  # where NumPy looks at one device's part JAX keeps it, and would crash on the others
+                for x in donation.arrays:
+                    x.delete()
+        if counts is not None:
+            kinds = (not self._settings.check_finite and self.cache.looked_for) or (True, True)
+            finite.examine(program.placed.step.checked, counts, self.mesh, f"{name}: ", kinds)
+        if self._settings.check_every and name.number % self._settings.check_every == 0:
+            sync.compare(self.context, result, f"check of {name.step} call {name.number}", f"{name}: result")
 
     def read(self, arguments: Arguments, rows: Rows | None = None) -> tuple[Signature, list[Leaf]]:
         """Return the signature of a call, and its data: each part of the batch with the rows of all ranks."""
@@ -214,24 +215,16 @@ class Calls:
     def _total(self, x: Leaf, rows_here: int | None) -> int | None:
         if rows_here is None:
             return None
-        # Of the batches that the job has divided, the latest of which this rank passes so many rows.
+        # Of the batches that the job has divided, the latest of which this rank passes so many rows: 3 of 8 ranks' rows
+        # may be of a batch of 24, or the last 3 of one of 23.
         totals = [x.total] if isinstance(x, batch.BatchPart) and x.total else self.context.divided
         fitting = [n for n in totals if self.placer.share.size(n) == rows_here]
         return fitting[-1] if fitting else self.placer.device_map.rows_of_all(rows_here)
 
-    def _is_ambiguous(self, cached: CachedCall) -> bool:
-        """Check whether some rank passes as many rows of another batch as of this one. Every rank finds the same."""
-        divided = self.context.divided
-        if self._several and cached.sizes_compared != len(divided):
-            pairs = itertools.product(cached.unmarked_rows, divided)
-            cached.is_ambiguous = any(same_rows_somewhere(self.placer.device_map, *pair) for pair in pairs)
-            cached.sizes_compared = len(divided)
-        return cached.is_ambiguous
-
-    def _look_up(self, arguments: Arguments, rows: Rows, settings: TraceSettings) -> Found:
+    def _look_up(self, step: str, arguments: Arguments, rows: Rows, settings: TraceSettings) -> Found:
         """Return the call for these arguments, with a new program if none is known."""
         args, keywords, leaves, _ = arguments
-        check_not_donated(self.name, self._settings.calling, args, keywords, leaves)
+        check_not_donated(step, self._settings.calling, args, keywords, leaves)
         signature, data = self.read(arguments, rows)
         layouts = [self.placer.layout(data[i]) for i in signature.state]
         state_types = [type_key(data[i]) for i in signature.state]
@@ -240,16 +233,22 @@ class Calls:
         key = signature, settings, *batch_types, *zip(state_types, layouts, strict=True)
         cached = self._cached.get(key)
         if cached is None:
-            cached = self._cached[key] = self._new(arguments, rows, settings, signature, data)
+            cached = self._cached[key] = self._new(step, arguments, rows, settings, signature, data)
             self.announce(cached.program)
         targets = cached.program.placed.layouts
         pairs = zip(signature.state, layouts, strict=True)
         return Found(cached, [i for i, layout in pairs if layout is not targets[i]], is_latest=False)
 
     def _new(
-        self, arguments: Arguments, rows: Rows, settings: TraceSettings, signature: Signature, data: Sequence[Leaf]
+        self,
+        step: str,
+        arguments: Arguments,
+        rows: Rows,
+        settings: TraceSettings,
+        signature: Signature,
+        data: Sequence[Leaf],
     ) -> CachedCall:
-        """The entry of a call that is new to this rank."""
+        """Return the entry of a call that is new to this rank."""
         leaves = arguments.leaves
         program, constants = self.program(signature, data), self.reader.constants(arguments.tree, leaves)
         is_constant = {constant.position for constant in constants}
@@ -259,38 +258,26 @@ class Calls:
             program.placed.avals[i].shape[0] for i in signature.batch
             if rows.here[positions[i]] is not None and getattr(leaves[positions[i]], "total", None) is None
         }  # fmt: skip
-        entry = Entry(b"", "")
-        if self._several:
-            entries = self._entries(signature, data, program.placed.layouts)
-            entry = ledger_entry(self.name, signature, data, entries, program, self.placer)
+        entry = self._compare.entry(step, signature, data, program)
         return CachedCall(program, constants, settings, positions, batch_types, unmarked_rows, entry)
 
-    def _compared_and_placed(self, found: Found, arguments: Arguments, rows: Rows | None) -> Sequence[Leaf]:
+    def _compared_and_placed(
+        self, name: CallName, found: Found, arguments: Arguments, rows: Rows | None
+    ) -> Sequence[Leaf]:
         """Return the leaves of a call on which all ranks agree, with the state on the mesh."""
         cached, leaves, tree = found.call, arguments.leaves, arguments.tree
+        # All ranks do these in this order: each sends messages, and only the first says that a rank has failed.
         is_new = not found.is_latest and (tree, cached.constants) not in self.reader.signatures
-        is_new |= self._several and self._with_bits and cached.signature in self._unconfirmed
-        differs: DifferingRanks = {}
-        if self._several and (is_new or self._must_compare(found)):
-            differs = self._compare(cached, leaves, is_new, found.misplaced, rows)
+        differs = self._compare(name, cached, leaves, found.misplaced, is_new, rows)
         if self._several and is_new:
             connect(self.context, cached.program.placed.run_mesh)  # the groups of ``within=``
         if not found.is_latest:
             self.reader.signatures[tree, cached.constants] = cached.signature
-            leaves = self._with_state(cached, leaves, found.misplaced, differs) if found.misplaced else leaves
-            cached.remember(leaves)
+            if found.misplaced:
+                leaves = self._with_state(name.step, cached, leaves, found.misplaced, differs)
+            cached.remember(leaves)  # the state as it is now: the next call is known by it
             self._latest[tree] = cached
         return leaves
-
-    def _must_compare(self, found: Found) -> bool:
-        """Check whether a call that is known has to wait for the other ranks all the same."""
-        return (
-            bool(found.misplaced)  # rank 0's state is sent to all, which takes all
-            or found.call.entry.digest not in self._compared  # its types are new
-            or self._with_bits
-            or self._is_ambiguous(found.call)  # another rank may have read its rows as a batch of another size
-            or self._ledger.waits(found.call.entry)  # another rank asks, or the order of calls is a new one
-        )
 
     def announce(self, program: Program) -> None:
         """Warn about slow parts of a program, once."""
@@ -306,71 +293,17 @@ class Calls:
             self._warned = True  # and once of a step that is decorated anew, in a loop or for each trial
             say_once(f"step {self.reader.name!r}: {text}")
 
-    # --- between ranks
-
-    def _entries(self, signature: Signature, data: Sequence[Leaf], layouts: Sequence[CurrentLayout]) -> Entries:
-        return entries_of(signature, data, layouts, self._settings, self.cache.looked_for, self.placer)
-
-    @property
-    def _with_bits(self) -> bool:
-        """Check whether this call compares the copies of state, which code of some ranks may have changed."""
-        # At calls 1, 2, 4, 8, ...: checksums take time, and what changes a copy mostly does so at each call.
-        return self.number & (self.number - 1) == 0
-
-    @property
-    def _tag(self) -> str:
-        return f"call {self._ledger.count + 1} of the job"
-
-    def _compare(
-        self, cached: CachedCall, leaves: Sequence[Leaf], is_new: bool, misplaced: Collection[int], rows: Rows | None
-    ) -> DifferingRanks:
-        """Compare a call that is new with the other ranks'."""
-        signature, context = cached.signature, self.context
-        rows = rows or cached.rows(leaves, self.placer)
-        data = signature.data(self.placer.parted(leaves, rows))
-        entries = self._entries(signature, data, list(map(self.placer.layout, data)))
-        about = Description(f"step {self.name!r}, call {self.number}", tuple(entries))
-        checksums = [checksum_of(x, self.placer, is_new or i in misplaced, self._with_bits) for i, x in enumerate(data)]
-        program, sharers = cached.program.traced, self.placer.device_map.sharers
-        by_rank = agree(context, self._tag, about, cached.entry.text, program, checksums, rows, sharers)
-        self._compared.add(cached.entry.digest)
-        divides(context, *sorted(cached.unmarked_rows))
-        differs: DifferingRanks = {}
-        for i, of_ranks in enumerate(zip(*by_rank, strict=True)):
-            if others := list(range(context.size)) if of_ranks[0] is None else unlike_the_root(of_ranks):
-                differs[i] = others
-        copies = [i for i in differs if self.placer.layout(data[i]) is None and not signature.is_batch[i]]
-        if copies:
-            raise ValueError(
-                f"step {self.name!r}: state leaf {signature.names[copies[0]]} is an array of all ranks, and rank 0 and "
-                f"rank {list_ranks(differs[copies[0]])} do not hold the same. {CHANGED}"
-            )
-        if is_new:
-            confirmed = self._values.check(signature, data, by_rank, differs)
-            (self._unconfirmed.discard if confirmed else self._unconfirmed.add)(signature)
-        return differs
-
-    def _report(self, error: Exception, rows: Rows | None = None) -> None:
-        """The other ranks learn of an error that came before the arguments could be compared."""
-        if not self._several:
-            return
-        # Without this they would wait, in `_compare` of the same call, until the time is out.
-        about = Description(f"step {self.name!r}, call {self.number}", problem=in_words(error))
-        with contextlib.suppress(ValueError):  # this rank raises its own
-            text = f"step {self.name!r}, and an error: {in_words(error)}"
-            agree(self.context, self._tag, about, text, None, (), rows, self.placer.device_map.sharers)
-
     # --- state that is not on the mesh yet
 
     def _with_state(
-        self, cached: CachedCall, leaves: Sequence[Leaf], misplaced: Sequence[int], differs: DifferingRanks
+        self, step: str, cached: CachedCall, leaves: Sequence[Leaf], misplaced: Sequence[int], differs: DifferingRanks
     ) -> list[Leaf]:
         """Return the leaves, with the state where the program needs it."""
         data, layouts = cached.signature.data(leaves), cached.program.placed.layouts
         # Shards move between memories without a broadcast.
         broadcast = [i for i in misplaced if not isinstance(self.placer.layout(data[i]), Layout)]
         differs = {i: differs[i] for i in broadcast if i in differs and not spans(physical(data[i]))}
-        self._values.check_state(self.name, cached.program.placed, data, differs)
+        self._values.check_state(step, cached.program.placed, data, differs)
         placed = self.placer.place_state([data[i] for i in misplaced], [layouts[i] for i in misplaced])
         out = list(leaves)
         for i, x in zip(misplaced, placed, strict=True):
