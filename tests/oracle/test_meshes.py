@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from harness.check import check_steps, compare, decorated, mesh, train_step
+from harness.check import check, check_steps, compare, decorated, mesh, train_step
 from harness.errors import raises
 from jax import lax
 
@@ -397,6 +397,28 @@ def test_a_convolution_along_slices(on: dict[str, int], rows: int, size: int) ->
     if rows == 16:
         sent = jaxdist.explain(decorated(loss, on), state, x[0]).rows
         assert {row.what for row in sent if row.operation == "conv_general_dilated"} == {"permute"}
+
+
+@pytest.mark.parametrize("on", [{"sequence": 4}, {"data": 2, "sequence": 2}], ids=str)
+@pytest.mark.parametrize(("rows", "size", "stride"), [(32, 3, 1), (31, 3, 2), (30, 4, 2), (32, 1, 4), (13, 3, 1)])
+def test_a_pool_along_slices(on: dict[str, int], rows: int, size: int, stride: int) -> None:
+    """The next device sends the rows that windows take of it. All is gathered where strides do not divide a device's
+    rows (30 over 2), or a device would have no result (13 over 4)."""
+    how = {"window_dimensions": (1, size, 2, 1), "window_strides": (1, stride, 2, 1), "padding": "VALID"}
+
+    def loss(w: Any, x: Any) -> Any:
+        x = jnp.tanh(x @ w["a"])
+        least, most = (lax.reduce_window(x, init, f, **how) for init, f in ((jnp.inf, lax.min), (-jnp.inf, lax.max)))
+        return jnp.sin(least * most + lax.reduce_window(x, 0.0, lax.add, **how)).mean() + most.max()
+
+    x = np.random.default_rng(rows).normal(size=(2, rows, 6, 3))
+    x[:, -1] = 99
+    w = {"a": array(3, 4)}
+    check(loss, w, x, on=on)
+    check(jax.grad(loss), w, x, on=on)
+    if rows == 32:
+        sent = jaxdist.explain(decorated(loss, on), w, x).rows
+        assert {row.what for row in sent if row.operation.startswith("reduce_window")} <= {"permute"}
 
 
 # --- what means nothing is refused

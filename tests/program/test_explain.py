@@ -361,6 +361,10 @@ SUMMED = jaxdist.per_device(lambda x: jax.lax.psum(x, "data"), P("data"), P())
     [
         (lambda w, x: w + x.max(0), ("all-reduce (reduce_max)", "64 B")),
         (lambda w, x: x[::-1] * w, ("permute (rev)", "4.1 kB")),
+        (
+            lambda w, x: jax.lax.reduce_window(x * w, 0.0, jax.lax.add, (2, 1), (1, 1), "VALID").max(0),
+            ("permute (reduce_window_sum)", "256 B"),
+        ),
         (lambda w, x: (x > w).any(0), ("all-reduce (reduce_or)", "32 B")),
         (lambda w, x: jax.pure_callback(np.sin, jax.typeof(x * w), x * w), ("all-reduce (pure_callback)", "4.1 kB")),
         (lambda w, x: SUMMED(x), ("all-reduce (shard_map)", "1.02 kB")),

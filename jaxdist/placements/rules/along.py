@@ -1,4 +1,4 @@
-"""Rules along the batch that need few rows of other devices: sums so far, shifts by a few rows, convolutions.
+"""Rules along the batch that need few rows of other devices: sums so far, shifts by a few rows, convolutions, pools.
 
 Before and after, a device has rows ``i * chunk`` to ``(i + 1) * chunk`` of the whole, and only the last device has
 padding: copies of the last real row. For two devices::
@@ -8,6 +8,7 @@ padding: copies of the last real row. For two devices::
     x[1:]      | b c d e | f g h h |   each device sends its first row to the one before; the last h is padding
     x[2::2]    | c e | g g |           every second row, then shifted by one
     conv(x)    of | 0 a b c d e | d e f g h 0 |   each device sends its first and last row, for a kernel of 3 rows
+    pool(x)    of | a b c d e | e f g h |   each device sends its first row to the one before, for windows of 3 by 2
 
 So `jax.lax.associative_scan`, which JAX takes apart into every second row, and these into every second, and so on,
 sends a few rows for each time that a device's rows can be halved.
@@ -208,6 +209,36 @@ def _with_halos(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strat
 
     sends = [_rows_sent(ctx.n, aval, split.dim, halo, "permute")] * 2 if halo else []
     return Strategy([form(split), kernel_form], [result], run, sends=sends)
+
+
+@special("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
+def _over_windows(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    """Reduce windows along the rows (pooling): a device gets the rows that its last windows take of the next one's."""
+    split, params, aval = ins[0], node.eqn.params, ctx.block.avals[node.ins[0]]
+    if len(node.outs) != 1 or not _is_batch(split, aval):
+        return None
+    d = split.dim
+    size, stride, dilation = (params[f"window_{name}"][d] for name in ("dimensions", "strides", "dilation"))
+    length = (size - 1) * dilation + 1  # of a window, in rows
+    if stride == length == 1 or params["base_dilation"][d] > 1 or tuple(params["padding"][d]) != (0, 0):
+        return None  # by factors, or whole
+    if split.chunk % stride:
+        return None  # a window that is a device's by its number would start on another
+    count, halo = ctx.block.avals[node.outs[0]].shape[d], max(length - stride, 0)
+    result = _result(split, count, split.chunk // stride)
+    if halo >= split.chunk or not _has_all_devices(ctx, result, 0):
+        return None
+
+    def run(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
+        x = xs[0]
+        if halo:
+            x = lax.concatenate([x, _from_neighbor(device, lax.slice_in_dim(x, 0, halo, axis=d), -1)], d)
+        # Real windows take real rows only. Those that reach into padding, or beyond, become padding of the result.
+        return [repeat_last(device, y, result) for y in device.bind(node, [x, *xs[1:]])]
+
+    in_forms: list[Form] = [form(split), *[REPLICATED] * (len(ins) - 1)]
+    sends = [_rows_sent(ctx.n, aval, d, halo, "permute")] if halo else []
+    return Strategy(in_forms, [result], run, sends=sends)
 
 
 # --- what they have in common
