@@ -136,6 +136,7 @@ class Program:
             kept_like or layout_of(placement, innermost)
             for kept_like, placement in zip(placed.result_layouts, placements[-1].out_forms, strict=True)
         ]
+        # Set as JAX traces this, before the first call's results are there: `__call__` reads it.
         self._padded_results = [(i, layout) for i, layout in enumerate(layouts) if layout and not layout.is_plain]
         return results(outs)
 

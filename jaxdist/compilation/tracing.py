@@ -4,7 +4,7 @@ import contextlib
 import functools
 import gc
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -126,7 +126,7 @@ def traced(
       layouts: the dimensions that the model axis cuts, if the user has said so.
       model_dims: the leaves of the state that come cut by the model axis, and the dimension.
     """
-    closed, tree = step.jaxpr, step.tree
+    closed = step.jaxpr
     # How many devices share a leaf of the state, and how many groups of so many there are (`zero(within=)`).
     if shared is None:
         shared = group(closed, DeviceMap.of(mesh, machine.hosts).hosts_of_parts)
@@ -134,7 +134,8 @@ def traced(
     groups = data_size(mesh) // parts if parts > 1 else 1
     run_mesh = in_groups(mesh, groups)
     machine, (*outer_axes, axis) = machine.over(run_mesh), passes(run_mesh)
-    # Only the data axis cuts state into shards; it is the last one that a step is placed over.
+    # Only the data axis cuts state into shards; it is the last one that a step is placed over. Inference asks how a
+    # shape is cut (`Infer.choose`), for the first time once the leaves have been cut below.
     shard_dims = ShardDims(parts) if axis.name == AXIS else ShardDims(1)
     infer = Infer(axis, shard_dims, level, machine, way(closed), outer_axes)
     block = infer.block(closed)
@@ -142,7 +143,7 @@ def traced(
     # What the step returns of its state is kept like the argument that it is the next value of.
     batch = set(signature.batch)
     matched = step.match([a for a in signature.arguments if batch.isdisjoint(a.positions)], avals)
-    sources = [*matched.sources, *[None] * (len(closed.out_avals) - tree.num_leaves)]
+    sources = [*matched.sources, *[None] * (len(closed.out_avals) - step.tree.num_leaves)]
     # The model axis cuts first: a shard is of the slice that it leaves.
     by_model = _cut_by_model(layouts, signature, avals, mesh, infer, closed, sources, model_dims or {})
     shapes = [layout.local(aval.shape) for aval, layout in zip(avals, by_model, strict=True)]
@@ -151,20 +152,30 @@ def traced(
     # What is chosen for a leaf holds for its gradient and updates too, which have its shape.
     shard_dims.chosen.update({shape: cut.dim for shape, cut in zip(shapes, cuts, strict=True) if cut})
     all_layouts = [layout.with_cut(cut) for layout, cut in zip(by_model, cuts, strict=True)]
-    state_layouts = [layout if layout.cuts else None for layout in all_layouts]
-    if zero_marks.offloaded and machine.has_own_memory:
-        state_layouts = [
-            on_host(layout, shape, mesh.size) if i in zero_marks.offloaded else layout
-            for i, (layout, shape) in enumerate(zip(state_layouts, shapes, strict=True))
-        ]
-    # Arguments of one structure are kept alike, so nobody need ask of which of them a result is the next value.
-    for tied in matched.tied:
-        shared_layout = next((state_layouts[i] for i in tied if state_layouts[i]), None)
-        for i in tied:
-            state_layouts[i] = shared_layout
+    offloaded = zero_marks.offloaded if machine.has_own_memory else set[int]()
+    kept = tuple(_as_kept(all_layouts, shapes, offloaded, matched.tied, mesh.size))
     return TracedStep(
-        closed, tree, step.checked, infer, groups, zero_marks, tuple(state_layouts), tuple(sources), matched.returned
+        closed, step.tree, step.checked, infer, groups, zero_marks, kept, tuple(sources), matched.returned
     )
+
+
+def _as_kept(
+    layouts: Sequence[Layout],
+    shapes: Sequence[tuple[int, ...]],
+    offloaded: Collection[int],
+    tied: Iterable[Sequence[int]],
+    devices: int,
+) -> list[Layout | None]:
+    """Return how the leaves of the state are kept between steps; None: whole on each device."""
+    kept = [layout if layout.cuts else None for layout in layouts]
+    for i in offloaded:
+        kept[i] = on_host(kept[i], shapes[i], devices)
+    # Arguments of one structure are kept alike, so nobody need ask of which of them a result is the next value.
+    for alike in tied:
+        shared_layout = next((kept[i] for i in alike if kept[i]), None)
+        for i in alike:
+            kept[i] = shared_layout
+    return kept
 
 
 @without_collections()

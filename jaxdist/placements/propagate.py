@@ -52,16 +52,19 @@ def propagate(
         for i, target in _changed(ctx, node, strategy):
             if isinstance(ctx.placements[i], Partial) and not isinstance(target, Partial) and i in block.input_index:
                 reduced_inputs.add(block.input_index[i])
-            messages.reshard(node, i, target, strategy.why or strategy.instead)
+            messages.reshard(node, i, target, strategy.why or strategy.why_sent)
         if strategy.sends:
             messages.sent_by(node, strategy)
         for k, (i, placement) in enumerate(zip(node.outs, strategy.out_placements, strict=True)):
             ctx.placements[i] = placement
-            resolved = strategy.out_forms[k] if strategy.out_forms else ctx.resolved(i, placement)
-            if isinstance(placement, Partial) and resolved == REPLICATED and not strategy.out_forms:
-                summands[i] = placement
+            if strategy.out_forms:  # brought into a form at once: slices of a sum, in place of the weight
+                resolved, why = strategy.out_forms[k], strategy.why_sent
+            else:
+                resolved, why = ctx.resolved(i, placement), ""
+                if isinstance(placement, Partial) and resolved == REPLICATED:
+                    summands[i] = placement
             if resolved is not placement and not isinstance(resolved, Partial):
-                messages.reshard(node, i, form(resolved), strategy.instead if strategy.out_forms else "")
+                messages.reshard(node, i, form(resolved), why)
             ctx.placements[i] = resolved
     propagation = Propagation(
         block,
@@ -80,7 +83,7 @@ def propagate(
 
 
 def _changed(ctx: RuleContext, node: Node, strategy: Strategy) -> Sequence[tuple[int, Form]]:
-    """Return the operands that are sent to change their form; a strategy is for operands of certain placements."""
+    """Return the operands that are sent to change their form."""
     if strategy.changed is None:
         pairs = zip(node.ins, strategy.in_forms, strict=True)
         needed = [(i, target) for i, target in pairs if target is not None]
@@ -119,7 +122,10 @@ def _scatter_summands(infer: Inference, propagation: Propagation, summands: Mapp
 
 
 class _Messages:
-    """The messages of a block, as its operations are placed."""
+    """The messages of a block, as its operations are placed.
+
+    `_present` foretells which forms of a value `Emitter` keeps (`_forms`, `_fetched`): change both, or neither.
+    """
 
     def __init__(self, ctx: RuleContext):
         self.all: list[Message] = []

@@ -10,7 +10,7 @@ from pathlib import Path
 from jaxdist.mesh import AXIS, GROUP, MODEL
 from jaxdist.placements.model.block import Node
 from jaxdist.placements.model.cost import flops
-from jaxdist.placements.model.strategy import IN_PLACE, Propagation
+from jaxdist.placements.model.strategy import IN_PLACE, RETURNED, Propagation
 from jaxdist.placements.model.values import REPLICATED, Split
 
 _WORTH_SAYING = 0.01
@@ -115,7 +115,7 @@ def _is_slow(row: Row) -> bool:
         return row.axis != MODEL and row.share > _WORTH_SAYING  # the model axis has no examples to divide
     if row.why == IN_PLACE or row.operation in ("shard_map", "jaxdist_own_code"):
         return False
-    return row.what in _OF_BATCH or (row.what.endswith("of shards") and bool(row.why))
+    return row.what in _OF_BATCH or (row.what.endswith("of shards") and row.why not in ("", RETURNED))
 
 
 def _short(line: str) -> str:

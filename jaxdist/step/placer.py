@@ -227,7 +227,11 @@ def _named(devices: Iterable[Device]) -> str:
 
 
 def _cuts(current: NamedSharding) -> list[Cut] | None:
-    """Return the cuts that make an array's slices, or None if a step makes no such slices."""
+    """Return the cuts that make an array's slices, or None if a step makes no such slices.
+
+    On a mesh of 2 x 4, ``P(None, ("model", "data"))`` is ``[Cut("model", 4, 1), Cut("data", 2, 1)]``: the model axis
+    cuts first, and a shard is of the slice that it leaves. ``P(("data", "model"))`` is None.
+    """
     mesh, cuts = current.mesh, list[Cut]()
     assert isinstance(mesh, Mesh)  # an abstract one is of types
     by_dim = [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in current.spec]

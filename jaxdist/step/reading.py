@@ -96,8 +96,17 @@ class Reader:
 
         1. It is traced once in the reading that is right for sure, or likely (`_returned`).
         2. `batch_of` takes what that returns into account.
-        3. Where some candidates are returned and others are not, or where processes pass parts, whose state may have
-           the length of a part by chance, the first reading is taken in which the step can be traced (`_readings`).
+        3. A state may have the batch's length by chance. Then the first reading (`_readings`) in which the step can be
+           traced is taken; such a state, read as the batch, prevents that:
+
+        ==================  =========================================  ==========================================
+        candidates          one process                                several, which pass parts
+        ==================  =========================================  ==========================================
+        all or none are     they are the batch: nothing says           they are joined to the whole batch's
+        returned            otherwise                                  length, and a state is not that long
+        some are returned   a batch twice as long is tried: a state,   the same; the readings without those that
+        (`is_mixed`)        doubled as well, does not fit the rest     are returned come first
+        ==================  =========================================  ==========================================
         """
         arguments = [self._argument([leaves[i] for i in argument.positions]) for argument in signature.arguments]
         passes_parts = len(self._placer.device_map.sharers) > 1
@@ -107,8 +116,6 @@ class Reader:
         is_mixed = 0 < len(certain) < len(candidates)
         if not passes_parts and not is_mixed:
             return _with_batch(signature, leaves, candidates)
-        # A state that is read as batch has a length of its own, which differs from the batch's where several processes
-        # pass parts. In one process both are of one length: the trace is of a batch twice as long.
         for guess in _readings(candidates, certain if is_mixed else ()):
             reading = _with_batch(signature, leaves, guess)
             if self.error_if_read(reading, leaves, batch_factor=1 if passes_parts else 2) is None:

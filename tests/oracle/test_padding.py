@@ -73,7 +73,7 @@ def in_groups(w: Any, x: Any) -> Any:
 KERNELS: Any = {"blocks": lambda w, x: doubled(x * w[0, :, 0]), "groups": in_groups}
 
 
-@pytest.mark.parametrize(("devices", "rows"), [(4, 5), (3, 7)])
+@pytest.mark.parametrize(("devices", "rows"), [(4, 5), (3, 7), (4, 15)])
 def test_padding_is_of_real_values(devices: int, rows: int) -> None:
     for k in range(0, len(operations.OPERATIONS), 30):
         names = [*operations.OPERATIONS][k : k + 30]

@@ -44,11 +44,13 @@ class Emitter:
         self.placed, self.n, self.axis = placed, placed.axis.size, placed.axis.name
         self.block, self.marks = placed.block, marks
         self._compressible, self._compress = compressible or {}, compress
-        # A conversion adds a form and keeps the old ones: one operation may take a value as two operands.
+        # Each value is in `_forms`, in the forms that this device has so far, or in `_makers`, if it is deferred and
+        # nobody has taken it yet. A conversion adds a form and keeps the others: one operation may take a value as two
+        # operands. Only stored values that are gathered are not kept: `_fetched` has them, for one of both passes.
         self._forms: defaultdict[int, dict[Form, Any]] = defaultdict(dict)
-        self._fetched: dict[tuple[int, bool], Any] = {}  # stored values that are whole in the forward or backward pass
         self._makers: dict[int, tuple[Callable[..., Any], Node]] = {}
-        self._formed: dict[int, Node] = {}  # values that are only a reshape of a stored one
+        self._fetched: dict[tuple[int, bool], Any] = {}  # by value, and whether in the backward pass
+        self._formed: dict[int, Node] = {}  # the makers of values that are only a reshape of another, perhaps stored
         self._backward = False
 
     def run(self, xs: Sequence[Any]) -> list[Any]:
@@ -89,7 +91,12 @@ class Emitter:
     # --- forms
 
     def take(self, i: int, target: Form) -> Any:
-        """Return this device's part of a value in a form; each conversion happens once."""
+        """Return this device's part of a value in a form; each conversion happens once.
+
+        A form that is there is returned. A summand is one device's slice among zeros, which sends nothing, or the whole
+        value on the first device. A deferred value is made in the form. A stored value is gathered for one pass
+        (`_fetch`); everything else is converted (`_convert`).
+        """
         forms = self._forms[i]
         if target in forms:
             return forms[target]
@@ -127,7 +134,7 @@ class Emitter:
         aval, placed_form = self.block.avals[i], form(self.placed.placements[i])
         if isinstance(target, Split) and REPLICATED in forms:
             return self.cut(forms[REPLICATED], target)
-        # From where propagation says that it is; from a summand before it is added up for the first time.
+        # From the form in which propagation has it; a summand that is added up at once is there only as it was made.
         source = next(f for f in (placed_form, *forms) if f in forms and isinstance(f, (Partial, Split)))
         if isinstance(target, Split):
             if not in_one_collective(source, target, self.n, aval.dtype):

@@ -21,6 +21,7 @@ UNKNOWN = (  # the reason to compute an operation whole if it has no description
     "if it is JAX's, please report it: https://github.com/jaxdist/jaxdist/issues"
 )
 IN_PLACE = "instead of a weight, which is larger"  # the reason that batch values are sent although a weight could be
+RETURNED = "it is returned whole"  # the reason that an output is sent
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Inference(Protocol):
         wants: Sequence[Form | None] | None = None,
         may_stay_partial: frozenset[int] = frozenset(),
     ) -> "Propagation": ...
-    def marked(self, block: Block) -> dict[int, int]: ...
+    def slices_wanted(self, block: Block) -> dict[int, int]: ...
     def level(self, node: Node) -> int: ...
     def shard(self, dim: int, size: int) -> Split: ...
     def reshard(self, placement: Placement, target: Form, aval: Any) -> str: ...
@@ -109,11 +110,17 @@ class Strategy:
     bodies: "Sequence[Propagation]" = ()  # for control flow
     sends: Sequence["Sends"] = ()  # what `run` sends, besides the operands that change their form
     why: str = ""  # the reason that every device computes the whole operation
-    instead: str = ""  # the reason that its operands are sent, although an alternative exists
+    why_sent: str = ""  # the reason that its operands are sent, although an alternative exists
     out_forms: Sequence[Form] = ()  # the form to convert each result to at once, if any
     name: str = ""  # the option's name; the default option has none
     seconds: dict[bool, float] = field(default_factory=dict)  # that it computes, with and without its memory traffic
-    changed: Sequence[tuple[int, Form]] | None = None  # operands that are sent, with their new forms, once known
+    # Operands that are sent, with their new forms, once known: a strategy is for operands of certain placements.
+    changed: Sequence[tuple[int, Form]] | None = None
+
+    @property
+    def is_repeated(self) -> bool:
+        """Check whether every device computes the whole operation, with what was sent for it."""
+        return bool(self.why)
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,7 @@ class Sends:
 class Message:
     """A collective over the axis: a value changes its form, or an operation sends."""
 
-    node: Node | None  # the operation that needs the new form, or sends; None: the block returns an input in it
+    node: Node | None  # the operation that needs the new form, or sends; of what is returned, the one that makes it
     kind: str  # ``"all-gather"``, ``"all-to-all"``, ``"all-reduce"``, ``"reduce-scatter"``, ``"permute"``
     bytes: int  # of the whole value as it is sent: its padded slices together, or the sum, in the type it is added in
     of_state: bool  # it is sharded between steps, or depends only on such values
@@ -209,7 +216,8 @@ class Propagation:
                 continue
             sent.add((i, target))
             of_state, size = isinstance(p, Split) and p.of_state, infer.bytes_sent(kind, p, target, block.avals[i])
-            messages.append(Message(makers.get(i), kind, size, of_state, "", value=i, new_form=target))
+            why = RETURNED if target == REPLICATED else ""
+            messages.append(Message(makers.get(i), kind, size, of_state, why, value=i, new_form=target))
         return replace(
             self,
             out_forms=out_forms,

@@ -55,15 +55,26 @@ class RuleContext:
     """
 
     def __init__(self, infer: Inference, block: Block, may_stay_partial: frozenset[int], choice: Choice):
-        marked = {i: infer.shard(dim, block.avals[i].shape[dim]) for i, dim in infer.marked(block).items()}
-        self.slices: dict[int, Split] = {**choice.slices, **marked}  # of summands, once they are added up
+        wanted = {i: infer.shard(dim, block.avals[i].shape[dim]) for i, dim in infer.slices_wanted(block).items()}
+        self.slices: dict[int, Split] = {**choice.slices, **wanted}  # of summands, once they are added up
         self.infer, self.block, self.n = infer, block, infer.devices
         self.placements: list[Any] = [None] * len(block.avals)  # of each value
         self.may_stay_partial = added(block, may_stay_partial)
         self.later = choice.later
 
     def resolved(self, i: int, placement: Placement) -> Placement:
-        """Add up a summand with several uses once, before them; a moved value at once."""
+        """Return the placement of a value once it is made: a summand with several uses is added up once, before them.
+
+        A summand is added up
+
+        - by its use, if it has one: into what that takes, slices for a mark of `zero` (`infer.slices_wanted`; level 1
+          sends what level 2 does). Or it stays one (`summands.linear`), in a loop until that ends (`may_stay_partial`);
+        - by each of several uses, if the search says so (`Choice.later`);
+        - else here: into slices for a mark, or if the search says so (`Choice.slices`), or whole. If all uses cut the
+          whole alike, `propagate` makes slices of it in the end.
+
+        Bits among zeros (`Partial.bits`) were moved: they are added up at once.
+        """
         uses = self.block.uses[i]
         if not isinstance(placement, Partial) or not uses or (uses == 1 and not placement.bits):
             return placement
@@ -144,11 +155,8 @@ class RuleContext:
             size = 0 if dim is None else self.block.avals[o].shape[dim]
             out_placements.append(REPLICATED if dim is None else replace(tile(dim, size, self.n), whole=True))
         why = "" if all(isinstance(p, (Replicated, Deferred)) for p in ins) else f"{node.name} needs all of it"
-        if (
-            why
-            and (described := self.block.factors(node)) is not None
-            and (node.name == "pallas_call" or described.why)
-        ):
+        described = self.block.factors(node) if why else None
+        if described is not None and (node.name == "pallas_call" or described.why):
             why = self._of_kernel(node, ins, described)
         if why and not (node.name in SPECIAL or factors.is_known(node.eqn.primitive)):
             why = UNKNOWN
@@ -209,32 +217,44 @@ class RuleContext:
             if key not in splits or (splits[key].of_state and not p.of_state):
                 splits[key] = p
         if not splits and batch:
-            # A gathered operand must not make the rest N-fold: cut values that all devices have.
-            length = {
-                self.block.avals[i].shape[p.dim] for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split)
-            }
-            shape, dims = self.block.avals[node.outs[0]].shape, described.results[0]
-            taken = {factor for operand in described.operands for factor in operand}
-            fits = [(n not in length, factor, n) for n, factor in zip(shape, dims, strict=True)
-                    if factor is not None and factor in taken and n >= self.n]  # fmt: skip
-            other, factor, size = min(fits, key=lambda fit: fit[0], default=(True, 0, 0))
-            if fits and (node.name == "gather" or not other):
-                turns = described.turns(len(ins), tile(dims.index(factor), size, self.n), self.n)
-                return [(factor, turns)] if turns is not None else []
+            return self._along_the_result(node, ins, described)
         return [(key[0], splits[key]) for key in sorted(splits)]
+
+    def _along_the_result(
+        self, node: Node, ins: Sequence[Placement], described: Factors
+    ) -> Sequence[tuple[int, Split]]:
+        """Return a factor of the result, for an operation that needs its split operands whole.
+
+        In ``x[perm]`` each device needs all of ``x``, but can look up its own part of ``perm``, which all devices have:
+        computed whole, the result and all that follows from it would be N times the work. Rows as many as the batch's
+        come first; another dimension will do for a lookup, which costs what it returns.
+        """
+        splits = [(p, self.block.avals[i].shape) for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split)]
+        lengths = {shape[p.dim] for p, shape in splits}
+        shape, dims = self.block.avals[node.outs[0]].shape, described.results[0]
+        operands = {factor for operand in described.operands for factor in operand} - {None}
+        able = [d for d, factor in enumerate(dims) if factor in operands and shape[d] >= self.n]
+        as_long = [d for d in able if shape[d] in lengths]
+        for d in as_long or (able if node.name == "gather" else []):
+            factor, turns = dims[d], described.turns(len(ins), tile(d, shape[d], self.n), self.n)
+            return [(factor, turns)] if factor is not None and turns is not None else []
+        return []
 
     def cut(
         self, node: Node, ins: Sequence[Placement], described: Factors, factor: int, split: Split
     ) -> Strategy | None:
-        """Cut an operation along one factor."""
+        """Cut an operation along one factor, if that is right.
+
+        A result that has the factor is split along it. One that lacks it, as ``ij,jk->ik`` lacks ``j``, is what all
+        devices' results come to: a sum is left as a Partial, another reduction is completed by the operation's `run`.
+        """
         kind, devices = described.reduced.get(factor), self.n
-        slices_of = lambda split, values, first: [
-            described.slices(first + k, factor, split, shape) for k, shape in enumerate(self.block.shapes(values))
-        ]
-        operands = slices_of(split, node.ins, 0)
+        operands = [described.slices(k, factor, split, shape) for k, shape in enumerate(self.block.shapes(node.ins))]
         in_forms: list[Form] = [form(p) if p else REPLICATED for p in operands]
         of_state = split.of_state and all(p.of_state for p in ins if isinstance(p, Split))
-        results = slices_of(replace(split, of_state=of_state, requested=False, whole=False), node.outs, len(node.ins))
+        plain = replace(split, of_state=of_state, requested=False, whole=False)
+        shapes = enumerate(self.block.shapes(node.outs), len(node.ins))  # results are counted on from the operands
+        results = [described.slices(k, factor, plain, shape) for k, shape in shapes]
         out_placements, shared = list[Placement](), list[int]()
         for o, p in zip(node.outs, results, strict=True):
             if p is None and kind is None and self.block.uses[o]:
@@ -265,7 +285,10 @@ class RuleContext:
         return Sends("all-gather", self.n * nbytes(aval))
 
     def _price(self, node: Node, ins: Sequence[Placement], factor: int, strategy: Strategy) -> tuple[float, int, int]:
-        """Return the bytes that a device sends for a cut, and what decides among equals."""
+        """Return the bytes that a device sends for a cut, and what decides among equals.
+
+        Bytes, not seconds as in `cost`: each cut of an operation computes as much, and a message is one of either.
+        """
         avals, link, run = self.block.avals, self.infer.link, strategy.run
         assert isinstance(run, Cut)
         moved = sum(self.infer.sent(p, to or REPLICATED, avals[i])

@@ -4,13 +4,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
-from jax import lax
-from jax.extend.core import jaxpr_as_fun
-
-from jaxdist import compat
-from jaxdist.ir.interpreter import CONTROL_FLOW, bodies, has_effect, with_bodies
-from jaxdist.ir.operations import ADDITION, FOR_ITSELF
+from jaxdist.ir.interpreter import CONTROL_FLOW, bodies, with_bodies
+from jaxdist.ir.operations import ADDITION
 from jaxdist.placements.model.block import Block, Node
 from jaxdist.placements.model.cost import cost, seconds
 from jaxdist.placements.model.strategy import DeviceContext, Inference, Propagation, Run, Strategy, nbytes, sliced
@@ -26,6 +21,7 @@ from jaxdist.placements.model.values import (
     tile,
 )
 from jaxdist.placements.rules.context import RuleContext, inside, resolved, special, throughout
+from jaxdist.placements.rules.own_iterations import own_iterations
 from jaxdist.placements.rules.summands import is_zero
 
 _ADDS = ADDITION | CONTROL_FLOW | {"sub", "convert_element_type", "select_n"}
@@ -171,7 +167,7 @@ def _scan(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     block = infer.block(body.closed, node.backward)
     consts_in, carry_in, xs_in = body.split(ins)
     over_batch = any(isinstance(p, Split) and p.dim == 0 and not p.of_state for p in xs_in)
-    if over_batch and (strategy := _own_iterations(ctx, node, ins, block, body.carry)):
+    if over_batch and (strategy := own_iterations(ctx, node, ins, block, body.carry)):
         return strategy
     arrays = body.split(node.ins)[2]
     added_later = ctx.added_up(node).intersection(body.ys)
@@ -211,7 +207,7 @@ def _turn_of(ctx: RuleContext, o: int, p: Placement, later: bool) -> Placement:
     aval = ctx.block.avals[o]
     if not isinstance(p, Partial) or later or _is_little(ctx.infer, nbytes(aval)):
         return resolved(p)
-    dim = ctx.infer.marked(ctx.block).get(o)
+    dim = ctx.infer.slices_wanted(ctx.block).get(o)
     return ctx.infer.shard(dim - 1, aval.shape[dim]) if dim else REPLICATED
 
 
@@ -236,55 +232,6 @@ def _unscanned(infer: Inference, p: Placement, aval: Any) -> Placement:
     dims = [d for d in range(1, len(aval.shape)) if aval.shape[d] >= parts]
     dims.sort(key=lambda d: aval.shape[d] % parts > 0)  # the first that the devices divide, else the first
     return tile(dims[0], aval.shape[dims[0]], parts, p.of_state) if dims else REPLICATED
-
-
-def _own_iterations(
-    ctx: RuleContext, node: Node, ins: Sequence[Placement], block: Block, carry_inputs: range
-) -> Strategy | None:
-    """Split a loop over the batch whose iterations are independent but for sums of results."""
-    # Under `jax.vmap`, a callback with ``vmap_method="sequential"`` says that it treats each example by itself.
-    alone = FOR_ITSELF - {"pure_callback"} if compat.batches(node.eqn) else FOR_ITSELF
-    if any(has_effect(n.eqn) or n.name in alone for n in block.nodes):
-        return None
-    first, count = carry_inputs.start, len(carry_inputs)
-    taken, returned = [block.inputs[k] for k in carry_inputs], block.outputs[:count]
-    if not all(_is_a_sum(block, i, o) for i, o in zip(taken, returned, strict=True)):
-        return None
-    split = next(p for p in ins[carry_inputs.stop :] if isinstance(p, Split) and p.dim == 0 and not p.of_state)
-    if split.outer > 1 and count and split.is_padded(ctx.n):
-        return None
-    params, narrow = node.eqn.params, [block.avals[i] for i in taken]
-    body = jaxpr_as_fun(params["jaxpr"])
-
-    def run(device: DeviceContext, node: Node, args: list[Any]) -> Sequence[Any]:
-        consts, carry, xs = args[:first], args[first : carry_inputs.stop], args[carry_inputs.stop :]
-        padded = split.is_padded(device.n)
-        counts = device.real(replace(split, dim=0), 1) if padded and carry else None
-
-        def iteration(carry: Any, xs: Any) -> Any:
-            xs, real = xs
-            outs = body(*consts, *[c.astype(a.dtype) for c, a in zip(carry, narrow, strict=True)], *xs)
-            new = [o.astype(c.dtype) for o, c in zip(outs[:count], carry, strict=True)]
-            if real is not None:
-                new = [jnp.where(real, a, b) for a, b in zip(new, carry, strict=True)]
-            return tuple(new), tuple(outs[count:])
-
-        settings = {k: params[k] for k in ("reverse", "unroll")}
-        carry, ys = lax.scan(iteration, tuple(carry), (tuple(xs), counts), length=split.rows, **settings)
-        return [*carry, *ys]
-
-    in_forms = [*[REPLICATED] * first, *[Partial()] * count, *[form(split)] * (len(ins) - carry_inputs.stop)]
-    out_placements: list[Placement] = [Partial(gradient=node.backward)] * count
-    out_placements += [replace(split, whole=False)] * (len(node.outs) - count)
-    return Strategy(in_forms, out_placements, run)
-
-
-def _is_a_sum(block: Block, i: int, o: int) -> bool:
-    """Check whether an iteration only adds to a carry: it takes value `i` and returns `o`."""
-    node = block.makers.get(o)
-    if node is None or node.name not in ADDITION or i not in node.ins or node.ins[0] == node.ins[1]:
-        return False
-    return block.uses[i] == 1 and block.uses[o] == 1 and is_wide(block.avals[i].dtype)
 
 
 @special("while")

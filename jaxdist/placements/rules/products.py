@@ -64,7 +64,7 @@ def _with_slices(
     summands = out if isinstance(strategy.out_placements[0], Partial) else None
     if not _fits(ctx, node, ins, strategy, ctx.block.avals[node.ins[sharded]], summands):
         return None
-    return replace(strategy, instead=IN_PLACE, out_forms=[back], name=NAME)
+    return replace(strategy, why_sent=IN_PLACE, out_forms=[back], name=NAME)
 
 
 def _in_slices(
@@ -75,7 +75,7 @@ def _in_slices(
     A gradient that no mark wants in slices is gathered afterwards: an all-reduce is a sum in slices and a gather.
     """
     (o,), (result,) = node.outs, described.results
-    out, wanted = ctx.block.avals[o], ctx.infer.marked(ctx.block).get(o)
+    out, wanted = ctx.block.avals[o], ctx.infer.slices_wanted(ctx.block).get(o)
     gathered = wanted is None and node.backward and not _is_added_up_elsewhere(ctx, o)
     dim = ctx.infer.choose(out.shape) if gathered else wanted
     if dim is None or described.reduced.get(example) != "sum" or (cut := result[dim]) is None:
@@ -85,7 +85,7 @@ def _in_slices(
     if strategy is None or slices.is_padded(ctx.n) or not _fits(ctx, node, ins, strategy, out):
         return None
     out_forms = [REPLICATED] if gathered else ()
-    return replace(strategy, out_placements=[slices], instead=IN_PLACE, out_forms=out_forms, name=NAME)
+    return replace(strategy, out_placements=[slices], why_sent=IN_PLACE, out_forms=out_forms, name=NAME)
 
 
 def _is_added_up_elsewhere(ctx: RuleContext, o: int) -> bool:

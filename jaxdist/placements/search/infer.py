@@ -15,7 +15,7 @@ from jaxdist.mesh import MODEL, Axis
 from jaxdist.placements.model.block import Block, Node, flatten
 from jaxdist.placements.model.strategy import MeshAxis, Propagation, itemsize, nbytes
 from jaxdist.placements.model.values import Form, Partial, Placement, Split, form, in_one_collective, tile, wide
-from jaxdist.placements.search.marks import marked
+from jaxdist.placements.search.marks import slices_wanted
 from jaxdist.placements.search.options import best
 from jaxdist.placements.search.owners import with_owners
 
@@ -37,12 +37,12 @@ class Infer:
         self.devices, self.split = axis.size, split
         # Activations follow from sliced parameters: their products are not work on whole matrices.
         self._may_own = axis.name != MODEL or split == "owners"
-        # State is sharded along the last axis only: the dimension of an array of a shape, or None.
-        self.choose = choose if not inner_axes else lambda shape: None
+        # The dimension along which to shard an array of a shape, or None: state is sharded along the last axis only.
+        self.choose = (lambda shape: None) if inner_axes else choose
         self._choose_on_last_axis, self._level, self.link = choose, level, machine.link(axis)
         self._blocks: dict[tuple[int, bool], tuple[Any, Block]] = {}
         self._placed: dict[Any, Propagation] = {}
-        self._marked: dict[Block, dict[int, int]] = {}
+        self._slices_wanted: dict[Block, dict[int, int]] = {}
 
     def over(self, mesh: Sequence[Axis], k: int) -> "Infer":
         """Return an `Infer` over axis `k` of a mesh; `jaxdist.zero` slices along the last axis."""
@@ -76,6 +76,7 @@ class Infer:
         if key not in self._placed:
             placed = best(self, block, ins, may_stay_partial)
             if self._may_own and (owned := with_owners(self, placed)) is not None:
+                # A surrounding loop asks for the components that it had: in `owned` they are operations.
                 placed = replace(best(self, owned, ins, may_stay_partial), matrices=placed.matrices)
             self._placed[key] = placed
         if wants is None:
@@ -85,11 +86,11 @@ class Infer:
             self._placed[returning_key] = self._placed[key].returning(self, wants)
         return self._placed[returning_key]
 
-    def marked(self, block: Block) -> dict[int, int]:
+    def slices_wanted(self, block: Block) -> dict[int, int]:
         """Map each value that leads to a mark of `jaxdist.zero` to the dimension to split."""
-        if block not in self._marked:
-            self._marked[block] = marked(self, block)
-        return self._marked[block]
+        if block not in self._slices_wanted:
+            self._slices_wanted[block] = slices_wanted(self, block)
+        return self._slices_wanted[block]
 
     def level(self, node: Node) -> int:
         """Return the level of a mark; 0 disables it."""

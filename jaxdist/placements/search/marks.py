@@ -1,7 +1,7 @@
 """The marks of `jaxdist.zero` and `jaxdist.shard`: equations of `shard_p` in a traced step.
 
 A mark on an unmodified input of the step says how to keep it between steps (`marks`). A mark on what an optimizer
-takes says in which slices to add it up (`marked`): at level 1 as at level 2, since nothing needs whole gradients.
+takes says in which slices to add it up (`slices_wanted`): at level 1 as at level 2, as nothing needs whole gradients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -107,7 +107,17 @@ def _node(node: Node, args: Sequence[_From | None], collected: Marks, level: int
 
 
 def _mark(params: Mapping[str, Any], source: _From | None, level: int, collected: Marks) -> None:
-    """Record a mark at this level on the input that it belongs to."""
+    """Record a mark at this level on the input that it belongs to; what it keeps in shards between steps:
+
+    =========  =============  =======================================================================
+    role       in shards      what
+    =========  =============  =======================================================================
+    state      from level 1   the optimizer's state
+    gradient   never          it does not live that long; from level 1 on it is added up in slices
+    parameter  from level 3   the parameters
+    requested  at any level   what the user shards (`jaxdist.shard`)
+    =========  =============  =======================================================================
+    """
     role = params["role"]
     if role != "requested":
         collected.levels.add(params["level"])
@@ -121,7 +131,7 @@ def _mark(params: Mapping[str, Any], source: _From | None, level: int, collected
                 collected.offloaded.add(source.index)
 
 
-def marked(infer: Inference, block: Block) -> dict[int, int]:
+def slices_wanted(infer: Inference, block: Block) -> dict[int, int]:
     """Map each value that leads to a mark, by operations that keep slices apart, to the dimension to split."""
     dims: dict[int, int] = {}
     for node in reversed(block.nodes):

@@ -45,6 +45,7 @@ def search(
     most = min(_PLACINGS, max(_FEWEST, _OPERATIONS // max(classes.operations, 1)))
     known: dict[frozenset[Member], float] = {}
 
+    # `all` has the largest classes first: of an input that two classes cut, the smaller one, of a head, say, decides.
     def layout(on: frozenset[Class]) -> dict[int, int]:
         return _cuts([tied for tied in reversed(classes.all) if tied in on])
 

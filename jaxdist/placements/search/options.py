@@ -38,7 +38,7 @@ def best(
                 return float("inf")  # so that `descend` ends at what is known
             choice = _together([groups[k] for k in sorted(on)])
             placed = propagate(infer, block, ins, may_stay_partial, choice) if on else default
-            others = _messages(placed) - messages
+            others = _messages(placed) - messages  # what both send is as unsure in both
             unsure = sum(times * infer.link.seconds(*message) for message, times in others.items())
             known[on] = _cost(infer, placed) + _SURE * unsure, placed
         return known[on][0]
@@ -73,7 +73,11 @@ def _messages(placed: Propagation) -> Counter[tuple[str, int]]:
 
 
 def _groups(infer: Inference, default: Propagation) -> list[Choice]:
-    """Return the groups of operations that share a weight, a sum or a line, ordered by their first operations."""
+    """Return the groups of operations that share a weight, a sum or a line, ordered by their first operations.
+
+    The products of all layers' queries, keys and values with their weights, forward and backward, are one group: they
+    share activations and gradients as sums, and layers share the line.
+    """
     classes, block = Classes[Hashable](), default.block
     alternatives = [(node, strategy.name) for node, strategy in default.alternatives]
     for node, name in alternatives:

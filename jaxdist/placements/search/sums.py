@@ -39,7 +39,7 @@ def added_up_later(infer: Inference, default: Propagation) -> frozenset[int]:
     For ``W + A @ B`` of shapes (n, n), (n, r) and (r, n), the gradient of the whole has n² entries, and what is made of
     it 2nr. So both products take it as summands, and their results are added up.
     """
-    block, kept = default.block, {*default.block.outputs, *infer.marked(default.block)}
+    block, kept = default.block, {*default.block.outputs, *infer.slices_wanted(default.block)}
     known = dict[int, tuple[int, frozenset[int]]]()
 
     def least(i: int, depth: int = _DEEPEST) -> tuple[int, frozenset[int]]:

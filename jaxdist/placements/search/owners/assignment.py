@@ -86,15 +86,19 @@ def with_owners(infer: Inference, placed: Propagation) -> Block | None:
     placed.matrices = max(len(parts), most_inside(placed))
     if not parts or infer.split == "slices":
         return None
-    on_slices, always = _costs(infer, placed, moved)
+    on_slices, unsliceable = _costs(infer, placed, moved)
     works: list[list[Work]] = []
     for stage in sorted({c.stage for c in parts}):
-        works += _chosen(infer, placed, on_slices, always, [c for c in parts if c.stage == stage])
+        works += _chosen(infer, placed, on_slices, unsliceable, [c for c in parts if c.stage == stage])
     return _rewritten(placed.block, works) if works else None
 
 
 def _chosen(
-    infer: Inference, placed: Propagation, on_slices: dict[int, float], always: set[int], parts: Sequence[Component]
+    infer: Inference,
+    placed: Propagation,
+    on_slices: dict[int, float],
+    unsliceable: set[int],
+    parts: Sequence[Component],
 ) -> list[list[Work]]:
     """Choose which components of one stage get owners, in groups that become one operation each."""
     n, link = infer.devices, infer.link
@@ -104,10 +108,12 @@ def _chosen(
     musts: list[Work] = []  # they get owners in any case
     others: list[tuple[Work, float]] = []  # with their seconds on slices
     for work in works:
-        must = infer.split == "owners" or any(id(node) in always for node in work.component.nodes)
+        must = infer.split == "owners" or any(id(node) in unsliceable for node in work.component.nodes)
         slices = sum(on_slices[id(node)] for node in work.component.nodes)
         if not must and (work.seconds + work.sent / link.bandwidth) / n + 2 * link.latency >= slices:
-            continue  # it would not pay even if all devices were as busy
+            continue  # it would not pay even if all devices were as busy: an n-th of it, there and back
+        # Of a stack of 12 matrices 4 devices take 3 each, if that is hardly more work than all 12 at once (`_SLACK`),
+        # or if its one owner would have more to do than its share of everything.
         stack = _stack(infer, placed, work.component)
         if stack is not None and (stack.seconds * n <= _SLACK * work.seconds or work.seconds * n > total):
             stacks.append([stack])
@@ -144,7 +150,7 @@ def _costs(infer: Inference, placed: Propagation, moved: Counter[int]) -> tuple[
     """Return each operation's seconds on slices (by id), and those that slices cannot run."""
     machine, link = infer.axis.machine, infer.link
     costs: dict[int, float] = {}
-    always = set()
+    unsliceable = set()
     for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
         inner = [_costs(infer, body, bytes_moved(body)) for body in strategy.bodies]
         is_elsewhere = strategy.bodies or strategy.make  # in its bodies, or in its users
@@ -156,8 +162,8 @@ def _costs(infer: Inference, placed: Propagation, moved: Counter[int]) -> tuple[
         costs[id(node)] = cost_here + node.trip_count * sum(sum(c.values()) for c, _ in inner)
         is_whole = is_whole_work(node, strategy, placed.placements, moved)
         if (is_whole and not strategy.bodies and node.name not in CONTRACTION) or any(of_body for _, of_body in inner):
-            always.add(id(node))
-    return costs, always
+            unsliceable.add(id(node))
+    return costs, unsliceable
 
 
 def _on_one(infer: Inference, placed: Propagation, component: Component) -> Work:

@@ -41,7 +41,7 @@ def is_whole_work(node: Node, strategy: Strategy, placements: Sequence[Placement
         summed = isinstance(strategy.out_placements[0], Partial) and out.ndim > 1
         return moved[id(node)] > 0 or summed
     in_slices = any(isinstance(placements[i], Split) for i in node.ins)
-    return bool(strategy.why) and in_slices and not (node.name in LINEAR or is_elementwise(node.eqn.primitive))
+    return strategy.is_repeated and in_slices and not (node.name in LINEAR or is_elementwise(node.eqn.primitive))
 
 
 def bytes_moved(placed: Propagation) -> Counter[int]:
@@ -133,7 +133,10 @@ class _Finder:
         return [self._component(members, stage) for stage, members in self._members()]
 
     def _visit(self, node: Node, strategy: Strategy, is_whole: bool, inside: int) -> _OperationFacts:
-        """Put an operation into the component that it extends, or let it end the stage of its operands."""
+        """Put an operation into the component that it extends, or let it end the stage of its operands.
+
+        One whose operands are of no component is in none, unless it is whole-matrix work itself: that starts one.
+        """
         operands = [self._values[i] for i in node.ins]
         of_batch = any(operand.of_batch for operand in operands)
         stage = max((operand.stage for operand in operands), default=0)
@@ -156,7 +159,11 @@ class _Finder:
         return _OperationFacts(stage, component, movable)
 
     def _members(self) -> list[tuple[int, set[int]]]:
-        """Return the stage and the operations of each component, without those that merely depend on it."""
+        """Return the stage and the operations of each component, without those that merely depend on it.
+
+        Backwards, from whole-matrix work and what gathers: to this belongs what members of the component take. What
+        follows them and nothing of theirs takes can be done on slices of the owner's result.
+        """
         members: dict[tuple[int, int], set[int]] = {}  # by stage and component
         takers: dict[int, set[tuple[int, int]]] = {}  # of each value, the components that need it
         for k, node in reversed([*enumerate(self._block.nodes)]):
