@@ -85,6 +85,12 @@ class Program:
         """The same with more of the compiler's options."""
         return Program(self.placed, self.donated, self.name, {**self._options, **options})
 
+    def is_as(self, other: "Program") -> bool:
+        """Check whether it takes, runs and returns the same, as a program does that was made anew."""
+        a, b = self.placed, other.placed
+        same_arguments = a.signature == b.signature and a.avals == b.avals and a.layouts == b.layouts
+        return same_arguments and self.traced.digest == other.traced.digest
+
     def by_leaf(self, lists: Sequence[Sequence[T]]) -> list[T]:
         """Return the items of three lists, as the compiled function takes its arguments, in the order of the leaves."""
         groups = zip(self._groups, lists, strict=True)
@@ -213,7 +219,8 @@ class ProgramCache:
         layouts, key, model_dims = self._settings.layouts, (signature, id(step), False), dict[int, int]()
         if layouts is None and self._mesh.shape.get(MODEL, 1) > 1:
             model_dims = {i: cut.dim for i, layout in current.items() if (cut := layout.by(MODEL))}
-        # The cuts of leaves that come cut are not searched for; where nothing comes cut, what was found so serves too.
+        # Cuts that leaves come with are not searched for; the first decide, for all that come cut later. Where a search
+        # was made before, for leaves that came whole, its cuts serve too.
         if model_dims and key not in self._traces:
             key = (signature, id(step), True)
         if key not in self._traces:

@@ -72,7 +72,7 @@ class StepJaxpr:
 class TracedStep(StepJaxpr):
     """A step and its analysis."""
 
-    infer: Infer  # places it over the axis along which state is kept in shards
+    infer: Infer  # places it over the last axis: data, unless that has one device
     groups: int  # of devices, each with all of the state
     marks: Marks  # of `jaxdist.zero`
     layouts: tuple[Layout | None, ...]  # how the step wants each argument to be kept
@@ -133,7 +133,8 @@ def traced(
     parts = shared or data_size(mesh)
     groups = data_size(mesh) // parts if parts > 1 else 1
     run_mesh = in_groups(mesh, groups)
-    machine, (*outer_axes, axis) = machine.over(run_mesh), passes(run_mesh)
+    *outer_axes, axis = passes(run_mesh)
+    machine = machine.over(run_mesh)
     # Only the data axis cuts state into shards; it is the last one that a step is placed over. Inference asks how a
     # shape is cut (`Infer.choose`), for the first time once the leaves have been cut below.
     shard_dims = ShardDims(parts) if axis.name == AXIS else ShardDims(1)
@@ -147,7 +148,7 @@ def traced(
     # The model axis cuts first: a shard is of the slice that it leaves.
     by_model = _cut_by_model(layouts, signature, avals, mesh, infer, closed, sources, model_dims or {})
     shapes = [layout.local(aval.shape) for aval, layout in zip(avals, by_model, strict=True)]
-    zero_marks = marks(infer, block, level)
+    zero_marks = marks(infer, block)
     cuts = zero_marks.cuts(shapes, parts)
     # What is chosen for a leaf holds for its gradient and updates too, which have its shape.
     shard_dims.chosen.update({shape: cut.dim for shape, cut in zip(shapes, cuts, strict=True) if cut})

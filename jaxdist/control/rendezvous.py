@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jaxdist.control.wire import BUFFERED, RANK, ROOT, SECONDS, Link
 
-# Seconds without a sign of a host before it is taken for lost; in between the job's timeout.
+# Seconds without a sign of a host before it is taken for lost: the job's timeout, within these bounds.
 _SILENCE_LEAST, _SILENCE_MOST = 3.0, 30.0
 
 
@@ -127,11 +127,11 @@ class _Door:
         link.close()
 
     def _add(self, link: Link, rank: int, size: int, member: Member) -> None:
-        if rank in self.links and self.links[rank].ended:  # it did not hear our answer, and comes again
-            del self.links[rank], self.members[rank]
-        if self.done.done():
+        if self.done.done():  # `links` is the hub's from now on
             link.close()
             return
+        if rank in self.links and self.links[rank].ended:  # it did not hear our answer, and comes again
+            del self.links[rank], self.members[rank]
         problem = ""
         if size != self._size:
             problem = (

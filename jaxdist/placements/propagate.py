@@ -60,7 +60,7 @@ def propagate(
             if strategy.out_forms:  # brought into a form at once: slices of a sum, in place of the weight
                 resolved, why = strategy.out_forms[k], strategy.why_sent
             else:
-                resolved, why = ctx.resolved(i, placement), ""
+                resolved, why = ctx.once_made(i, placement), ""
                 if isinstance(placement, Partial) and resolved == REPLICATED:
                     summands[i] = placement
             if resolved is not placement and not isinstance(resolved, Partial):
@@ -99,7 +99,7 @@ def _place_inputs(ctx: RuleContext, in_placements: Sequence[Placement]) -> set[i
     for i, value in block.numbers.items():
         ctx.placements[i] = Replicated(value)
     for i, placement in zip(block.inputs, in_placements, strict=True):
-        ctx.placements[i] = ctx.resolved(i, placement)
+        ctx.placements[i] = ctx.once_made(i, placement)
     pairs = zip(block.inputs, in_placements, strict=True)
     return {
         block.input_index[i] for i, p in pairs if isinstance(p, Partial) and not isinstance(ctx.placements[i], Partial)
@@ -155,7 +155,9 @@ class _Messages:
         reshaped = (
             maker is not None and maker.name in SHAPE_ONLY and (maker.ins[0], REPLICATED, fetched) in self._present
         )
-        again = not self._present.isdisjoint({whole, new_form}) or (of_state and reshaped)
+        # A stored value's whole is in `Emitter._fetched`: slices that one collective makes are not cut from that.
+        from_whole = not (of_state and kind == "all-to-all")
+        again = new_form in self._present or (from_whole and (whole in self._present or (of_state and reshaped)))
         # Other slices are cut out of the whole value, unless one collective makes them.
         self._present.update({new_form, whole} if kind in ("all-gather", "all-reduce") else {new_form})
         size = infer.bytes_sent(kind, p, target, aval)

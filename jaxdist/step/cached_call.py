@@ -96,7 +96,7 @@ class CachedCall:
 
     def check_compiled(self, compiled: Program) -> None:
         """Refuse a call of a compiled step that it was not compiled for."""
-        if self.program is compiled:
+        if self.program is compiled or self.program.is_as(compiled):
             return
         names = self.signature.names
         differs = "their structure, a constant, where the state is, or a setting of JAX"

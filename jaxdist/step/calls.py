@@ -1,7 +1,6 @@
 """The calls of a step: one that is new to this rank is compared with the other ranks', and its state is placed."""
 
 import itertools
-import logging
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -42,7 +41,6 @@ class Arguments(NamedTuple):
     tree: Structure
 
 
-_log = logging.getLogger("jaxdist")
 _names: "dict[str, itertools.count[int]]" = {}
 
 
@@ -65,7 +63,7 @@ class Calls:
     as in the latest call               known     in place            at calls 1, 2, 4, ...: what copies hold
     of the types of an earlier call     known     moved if elsewhere  the same; and if state is moved
     of a known structure, other types   compiled  moved if elsewhere  types and program
-    of a new structure                  compiled  moved               types, program, what all leaves hold
+    of a new structure                  compiled  moved if elsewhere  types, program, what all leaves hold
     ==================================  ========  ==================  ==========================================
 
     Any call is compared that another rank may not expect (`Ledger.waits`).

@@ -229,12 +229,14 @@ def _named(devices: Iterable[Device]) -> str:
 def _cuts(current: NamedSharding) -> list[Cut] | None:
     """Return the cuts that make an array's slices, or None if a step makes no such slices.
 
-    On a mesh of 2 x 4, ``P(None, ("model", "data"))`` is ``[Cut("model", 4, 1), Cut("data", 2, 1)]``: the model axis
-    cuts first, and a shard is of the slice that it leaves. ``P(("data", "model"))`` is None.
+    On a mesh of data 2 x model 4, ``P(None, ("model", "data"))`` is ``[Cut("model", 4, 1), Cut("data", 2, 1)]``: the
+    model axis cuts first, and a shard is of the slice that it leaves. ``P(("data", "model"))`` is None.
     """
     mesh, cuts = current.mesh, list[Cut]()
     assert isinstance(mesh, Mesh)  # an abstract one is of types
     by_dim = [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in current.spec]
+    if any({GROUP, AXIS}.issubset(axes) and axes.index(GROUP) + 1 != axes.index(AXIS) for axes in by_dim):
+        return None  # slices in another order
     in_a_group = not any(GROUP in axes for axes in by_dim)
     # The axes "group" and "data", one after the other, are the whole of the data axis.
     by_dim = [tuple(name for name in axes if name != GROUP or AXIS not in axes) for axes in by_dim]

@@ -99,14 +99,18 @@ class Reader:
         3. A state may have the batch's length by chance. Then the first reading (`_readings`) in which the step can be
            traced is taken; such a state, read as the batch, prevents that:
 
-        ==================  =========================================  ==========================================
-        candidates          one process                                several, which pass parts
-        ==================  =========================================  ==========================================
-        all or none are     they are the batch: nothing says           they are joined to the whole batch's
-        returned            otherwise                                  length, and a state is not that long
-        some are returned   a batch twice as long is tried: a state,   the same; the readings without those that
-        (`is_mixed`)        doubled as well, does not fit the rest     are returned come first
-        ==================  =========================================  ==========================================
+        ==================  =====================================  ==========================================
+        candidates          one process                            several, whose parts are joined
+        ==================  =====================================  ==========================================
+        all or none are     nothing is tried: they are the batch   `_readings`, all candidates first
+        returned
+        some are returned   `_readings`, those without returned    the same, not doubled: no state is as long
+        (`is_mixed`)        ones first, with a batch twice as      as the joined batch
+                            long: a state does not fit that
+        ==================  =====================================  ==========================================
+
+        If none can be traced, all candidates are the batch; with several processes that is an error if the step cannot
+        be traced so, but can be without a batch.
         """
         arguments = [self._argument([leaves[i] for i in argument.positions]) for argument in signature.arguments]
         passes_parts = len(self._placer.device_map.sharers) > 1

@@ -493,6 +493,7 @@ def test_lowered_to_look_at() -> None:
     close(step(W, X, lr=0.5), sgd(W, X, lr=0.5))
     assert len(traced) == 1
     step.clear_cache()
+    close(compiled(W, X, lr=0.5), sgd(W, X, lr=0.5))
     close(step(W, X, lr=0.5), sgd(W, X, lr=0.5))
     assert len(traced) > 1
 

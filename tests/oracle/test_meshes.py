@@ -399,6 +399,14 @@ def test_a_convolution_along_slices(on: dict[str, int], rows: int, size: int) ->
         assert {row.what for row in sent if row.operation == "conv_general_dilated"} == {"permute"}
 
 
+@pytest.mark.parametrize("spec", [("data", "group"), ("group", "data")])
+def test_state_on_a_mesh_of_groups_in_any_order(spec: tuple[str, str]) -> None:
+    groups = jax.sharding.Mesh(np.reshape(jax.devices()[:4], (2, 2)), ("group", "data"))
+    placed = jax.sharding.NamedSharding(groups, jax.P(spec))
+    step, w, x = (lambda w, x: w * x.mean()), np.arange(16.0).reshape(8, 2), np.ones((8, 3))
+    compare(decorated(step, 4, batch_argnums=1)(jax.device_put(w, placed), x), step(w, x))
+
+
 @pytest.mark.parametrize("on", [{"sequence": 4}, {"data": 2, "sequence": 2}], ids=str)
 @pytest.mark.parametrize(("rows", "size", "stride"), [(32, 3, 1), (31, 3, 2), (30, 4, 2), (32, 1, 4), (13, 3, 1)])
 def test_a_pool_along_slices(on: dict[str, int], rows: int, size: int, stride: int) -> None:

@@ -109,6 +109,23 @@ def test_of_traps() -> None:
         compare(f, w, x, devices=devices)
 
 
+@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize("is_returned", [False, True])
+def test_of_a_stored_matrix_whole_and_by_columns(is_returned: bool, level: Any) -> None:
+    """It is gathered, and its columns are exchanged for rows all the same: the whole is not kept for that."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        turned = state.T
+        of_whole = jnp.linalg.qr(turned if is_returned else state)[1][0, 0]
+        out = updates + of_whole
+        return (out, turned) if is_returned else (out + state * turned, state)
+
+    tx = jaxdist.zero(optax.GradientTransformation(lambda params: params, update), level, split="slices")
+    loss = lambda w, x: (jnp.tanh(x @ w) ** 2).mean()
+    step = lambda w, s, x: tx.update(jax.grad(loss)(w, x), s, w)
+    compare(step, jnp.eye(8), jnp.ones((8, 8)), np.ones((16, 8)), devices=4)
+
+
 W, X = jnp.arange(8.0), np.random.default_rng(0).normal(size=(64, 8))
 
 

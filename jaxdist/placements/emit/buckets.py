@@ -226,7 +226,7 @@ class _Pace:
 
         x1 = f(all_gather w1, x0)
         x2 = g(all_gather w2, x1)
-        x3 = h(all_gather w3, x2)    starts after x1, if w2 and w3 may be there together; after x2, if w3 alone may
+        x3 = h(all_gather w3, x2)    starts after x1 if only w3 may be ahead of its use, after x0 if w2 and w3 may
     """
 
     def __init__(self, ahead: int, first: Var | None):

@@ -44,13 +44,13 @@ class Emitter:
         self.placed, self.n, self.axis = placed, placed.axis.size, placed.axis.name
         self.block, self.marks = placed.block, marks
         self._compressible, self._compress = compressible or {}, compress
-        # Each value is in `_forms`, in the forms that this device has so far, or in `_makers`, if it is deferred and
-        # nobody has taken it yet. A conversion adds a form and keeps the others: one operation may take a value as two
-        # operands. Only stored values that are gathered are not kept: `_fetched` has them, for one of both passes.
+        # A deferred value stays in `_makers`: each form is made when it is first taken, then kept in `_forms`. Others
+        # are in `_forms`, in each form that this device has had: a conversion adds one. Only the whole of a `Split` of
+        # state goes to `_fetched`, once for each pass, never to `_forms`. `propagate._Messages` must foretell this.
         self._forms: defaultdict[int, dict[Form, Any]] = defaultdict(dict)
         self._makers: dict[int, tuple[Callable[..., Any], Node]] = {}
         self._fetched: dict[tuple[int, bool], Any] = {}  # by value, and whether in the backward pass
-        self._formed: dict[int, Node] = {}  # the makers of values that are only a reshape of another, perhaps stored
+        self._reshapes: dict[int, Node] = {}  # the makers of values that are only a reshape of another, perhaps stored
         self._backward = False
 
     def run(self, xs: Sequence[Any]) -> list[Any]:
@@ -74,7 +74,7 @@ class Emitter:
                 assert strategy.run is not None
                 outs = strategy.run(self, node, operands)
             if node.name in SHAPE_ONLY:
-                self._formed[node.outs[0]] = node
+                self._reshapes[node.outs[0]] = node
             for i, placement, x in zip(node.outs, strategy.out_placements, outs, strict=True):
                 whole = isinstance(placement, Split) and placement.whole
                 self._forms[i][REPLICATED if whole else form(placement)] = x
@@ -121,7 +121,7 @@ class Emitter:
         """Gather a stored value for the forward pass, and again for the backward pass: it is not kept in between."""
         key = i, self._backward
         if key not in self._fetched:
-            node = self._formed.get(i)  # a reshape of a value that may be there
+            node = self._reshapes.get(i)  # a reshape of a value that may be there
             before = None if node is None else self._fetched.get((node.ins[0], self._backward))
             if node is not None and before is not None:
                 self._fetched[key] = self.bind(node, [before])[0]
@@ -287,7 +287,7 @@ class Emitter:
         return inner.program(local_types(placed))
 
     def inlined(self, placed: Propagation, xs: Sequence[Any]) -> list[Any]:
-        """Run a placed block as a part of this one: what one device does for all others."""
+        """Run a placed block as a part of this one: an owner's work, or a device's part of a stack."""
         return Emitter(placed).run(xs)
 
     def program(self, types: Sequence[Any]) -> ClosedJaxpr:

@@ -71,7 +71,7 @@ class Node:
 T = TypeVar("T", bound=Hashable)
 
 
-class Classes(Generic[T]):
+class UnionFind(Generic[T]):
     """A union-find over things that belong together."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Layouts of state leaves between steps: whole on every device, or one slice per device.
+"""Layouts of leaves on a mesh, of state and of the batch: whole on every device, or one slice per device.
 
 JAX requires shards of equal size, so the end is padded; a `Padded` looks like the array without the padding.
 """

@@ -107,14 +107,14 @@ class Strategy:
     run: Run | None = None  # ``run(device, node, operands) -> results``
     make: Make | None = None  # of a deferred result: ``make(device, node, form) -> result``
     slicewise: bool = False  # a result slice needs only the same slices of operands of its shape
-    bodies: "Sequence[Propagation]" = ()  # for control flow
+    bodies: "Sequence[Propagation]" = ()  # of control flow; of owners the busiest one's work, for its cost
     sends: Sequence["Sends"] = ()  # what `run` sends, besides the operands that change their form
     why: str = ""  # the reason that every device computes the whole operation
     why_sent: str = ""  # the reason that its operands are sent, although an alternative exists
     out_forms: Sequence[Form] = ()  # the form to convert each result to at once, if any
     name: str = ""  # the option's name; the default option has none
     seconds: dict[bool, float] = field(default_factory=dict)  # that it computes, with and without its memory traffic
-    # Operands that are sent, with their new forms, once known: a strategy is for operands of certain placements.
+    # Operands that are sent, with their new forms, once known: a strategy is for one key of `RuleContext.strategies`.
     changed: Sequence[tuple[int, Form]] | None = None
 
     @property
@@ -141,7 +141,7 @@ class Message:
     kind: str  # ``"all-gather"``, ``"all-to-all"``, ``"all-reduce"``, ``"reduce-scatter"``, ``"permute"``
     bytes: int  # of the whole value as it is sent: its padded slices together, or the sum, in the type it is added in
     of_state: bool  # it is sharded between steps, or depends only on such values
-    why: str  # the reason that slices do not suffice, or `IN_PLACE`
+    why: str  # the reason that slices do not suffice, `IN_PLACE`, `RETURNED`, or ""
     waited_for: bool = False  # a product needs it, and unlike shards it cannot be fetched ahead
     again: bool = False  # it was sent for a different operation before and is still present
     times: int = 1  # how often, each time that its block runs
@@ -211,11 +211,12 @@ class Propagation:
         }
         messages, sent = list[Message](), {(message.value, message.new_form) for message in self.messages}
         for i, p, target in zip(block.outputs, self.out_placements, out_forms, strict=True):
-            kind = infer.reshard(p, target, block.avals[i])
-            if not kind or not sent.isdisjoint({(i, target), (i, REPLICATED)}):
+            kind, of_state = infer.reshard(p, target, block.avals[i]), isinstance(p, Split) and p.of_state
+            from_whole = (i, REPLICATED) in sent and not (of_state and kind == "all-to-all")  # as in `propagate`
+            if not kind or (i, target) in sent or from_whole:
                 continue
             sent.add((i, target))
-            of_state, size = isinstance(p, Split) and p.of_state, infer.bytes_sent(kind, p, target, block.avals[i])
+            size = infer.bytes_sent(kind, p, target, block.avals[i])
             why = RETURNED if target == REPLICATED else ""
             messages.append(Message(makers.get(i), kind, size, of_state, why, value=i, new_form=target))
         return replace(

@@ -211,3 +211,20 @@ def _groups(shape: Sequence[int], new: Sequence[int]) -> Iterator[tuple[tuple[in
 def related(shape: Sequence[int], new: Sequence[int], dim: int) -> list[int]:
     """Return the dimensions after a reshape that hold the entries of dimension `dim`."""
     return next((list(range(c, d)) for (a, b), (c, d) in _groups(shape, new) if a <= dim < b), [])
+
+
+def whole_if_deferred(placement: Placement) -> Placement:
+    """Return the placement of a value passed into control flow: a deferred one is made whole."""
+    return Replicated(placement.const) if isinstance(placement, Deferred) else placement
+
+
+def inside(p: Placement) -> Placement:
+    """Return the placement of a value inside a body."""
+    if isinstance(p, Partial):
+        return REPLICATED
+    return replace(p, whole=False, requested=False) if isinstance(p, Split) else whole_if_deferred(p)
+
+
+def throughout(p: Placement) -> Placement:
+    """Return the placement of a loop constant in a body; a deferred one takes the form used."""
+    return p if isinstance(p, Deferred) else inside(p)

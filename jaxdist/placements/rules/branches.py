@@ -7,8 +7,17 @@ from jaxdist import compat
 from jaxdist.ir.interpreter import CHECKPOINT, bodies
 from jaxdist.placements.model.block import Node
 from jaxdist.placements.model.strategy import DeviceContext, Propagation, Strategy, sliced
-from jaxdist.placements.model.values import REPLICATED, Partial, Placement, Replicated, form
-from jaxdist.placements.rules.context import RuleContext, inside, resolved, special, throughout
+from jaxdist.placements.model.values import (
+    REPLICATED,
+    Partial,
+    Placement,
+    Replicated,
+    form,
+    inside,
+    throughout,
+    whole_if_deferred,
+)
+from jaxdist.placements.rules.context import RuleContext, special
 from jaxdist.placements.rules.loops import bound, join
 from jaxdist.placements.rules.summands import is_zero
 
@@ -50,9 +59,12 @@ def _branches(
     in_placements, placed = sliced(in_placements, placed, place)
     out_placements: list[Placement] = []
     for outs in zip(*([body.returned(k) for k in range(len(body.out_placements))] for body in placed), strict=True):
-        joined, *others = [resolved(p) for p in outs if not is_zero(p)] or [REPLICATED]
+        # Zeros take any form, so they do not weaken what the other branches return.
+        joined, *others = [whole_if_deferred(p) for p in outs if not is_zero(p)] or [REPLICATED]
         for p in others:
             joined = join(joined, p)
         joined = inside(joined) if not isinstance(joined, Partial) else joined
+        # Not with a constant: another branch may have been taken.
         out_placements.append(Replicated() if isinstance(joined, Replicated) else joined)
+    # Again, with the results in the joined forms.
     return in_placements, out_placements, place(in_placements, [form(p) for p in out_placements])

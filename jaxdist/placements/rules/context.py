@@ -62,18 +62,16 @@ class RuleContext:
         self.may_stay_partial = added(block, may_stay_partial)
         self.later = choice.later
 
-    def resolved(self, i: int, placement: Placement) -> Placement:
-        """Return the placement of a value once it is made: a summand with several uses is added up once, before them.
+    def once_made(self, i: int, placement: Placement) -> Placement:
+        """Return the placement of a value once it is made. A summand stays one
 
-        A summand is added up
+        - if nothing uses it, or one operation does (unless it is bits, which were moved): that one adds it up, into
+          slices for a mark of `zero` or if the search says so (`slices`), or takes it as a summand (`linear`);
+        - if several do and the search says so (`Choice.later`): each takes it as a summand, and what they make is added
+          up.
 
-        - by its use, if it has one: into what that takes, slices for a mark of `zero` (`infer.slices_wanted`; level 1
-          sends what level 2 does). Or it stays one (`summands.linear`), in a loop until that ends (`may_stay_partial`);
-        - by each of several uses, if the search says so (`Choice.later`);
-        - else here: into slices for a mark, or if the search says so (`Choice.slices`), or whole. If all uses cut the
-          whole alike, `propagate` makes slices of it in the end.
-
-        Bits among zeros (`Partial.bits`) were moved: they are added up at once.
+        Else it is added up here, once: into `slices`, or whole. If all uses cut the whole alike, `propagate` makes
+        slices. (Marks are the same from level 1 of `zero` on: that sends what level 2 does.)
         """
         uses = self.block.uses[i]
         if not isinstance(placement, Partial) or not uses or (uses == 1 and not placement.bits):
@@ -223,36 +221,46 @@ class RuleContext:
     def _along_the_result(
         self, node: Node, ins: Sequence[Placement], described: Factors
     ) -> Sequence[tuple[int, Split]]:
-        """Return a factor of the result, for an operation that needs its split operands whole.
+        """Return a factor of the result that some operand has, where no split of the batch has a factor.
 
-        In ``x[perm]`` each device needs all of ``x``, but can look up its own part of ``perm``, which all devices have:
-        computed whole, the result and all that follows from it would be N times the work. Rows as many as the batch's
-        come first; another dimension will do for a lookup, which costs what it returns.
+        Operands with it are cut along it, others are whole: in ``x[perm]`` each device takes all of ``x``, and looks up
+        its part of ``perm``; sorting columns exchanges rows for columns. First comes a dimension as long as some
+        operand's split one; any other will do for a lookup only, which costs what it returns.
         """
         splits = [(p, self.block.avals[i].shape) for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split)]
         lengths = {shape[p.dim] for p, shape in splits}
         shape, dims = self.block.avals[node.outs[0]].shape, described.results[0]
         operands = {factor for operand in described.operands for factor in operand} - {None}
         able = [d for d, factor in enumerate(dims) if factor in operands and shape[d] >= self.n]
-        as_long = [d for d in able if shape[d] in lengths]
-        for d in as_long or (able if node.name == "gather" else []):
-            factor, turns = dims[d], described.turns(len(ins), tile(d, shape[d], self.n), self.n)
-            return [(factor, turns)] if factor is not None and turns is not None else []
-        return []
+        candidates = [d for d in able if shape[d] in lengths] or (able if node.name == "gather" else [])
+        if not candidates:
+            return []
+        d = candidates[0]
+        factor, turns = dims[d], described.turns(len(ins), tile(d, shape[d], self.n), self.n)
+        return [(factor, turns)] if factor is not None and turns is not None else []
 
     def cut(
-        self, node: Node, ins: Sequence[Placement], described: Factors, factor: int, split: Split
+        self, node: Node, ins: Sequence[Placement], described: Factors, factor: int, turns: Split
     ) -> Strategy | None:
         """Cut an operation along one factor, if that is right.
 
         A result that has the factor is split along it. One that lacks it, as ``ij,jk->ik`` lacks ``j``, is what all
         devices' results come to: a sum is left as a Partial, another reduction is completed by the operation's `run`.
+        None if a result that is used lacks a factor that is not reduced, if padding would count, or if a sum is of a
+        type that can't be added in any order.
+
+        Args:
+          node: the operation.
+          ins: the placements of its operands.
+          described: its factors.
+          factor: the one to cut.
+          turns: how that is cut, counted in its turns (`Factors.turns`).
         """
         kind, devices = described.reduced.get(factor), self.n
-        operands = [described.slices(k, factor, split, shape) for k, shape in enumerate(self.block.shapes(node.ins))]
+        operands = [described.slices(k, factor, turns, shape) for k, shape in enumerate(self.block.shapes(node.ins))]
         in_forms: list[Form] = [form(p) if p else REPLICATED for p in operands]
-        of_state = split.of_state and all(p.of_state for p in ins if isinstance(p, Split))
-        plain = replace(split, of_state=of_state, requested=False, whole=False)
+        of_state = turns.of_state and all(p.of_state for p in ins if isinstance(p, Split))
+        plain = replace(turns, of_state=of_state, requested=False, whole=False)
         shapes = enumerate(self.block.shapes(node.outs), len(node.ins))  # results are counted on from the operands
         results = [described.slices(k, factor, plain, shape) for k, shape in shapes]
         out_placements, shared = list[Placement](), list[int]()
@@ -271,7 +279,7 @@ class RuleContext:
                 return None
             if described.onto is not None and factor not in described.operands[described.onto]:
                 in_forms[described.onto] = Partial()
-        run = Cut(described, factor, split, kind if shared else None)
+        run = Cut(described, factor, turns, kind if shared else None)
         sends = () if kind in (None, "sum") else [self._combined(kind, o) for o in shared]
         return Strategy(in_forms, out_placements, run, sends=sends)
 
@@ -330,20 +338,3 @@ special, alternative = functools.partial(_enter, SPECIAL), functools.partial(_en
 def refuse(node: Node, why: str) -> StepError:
     """Return an error that names the operation and the user's line."""
     return StepError(f"{node.name} at {node.line or 'an unknown line'}: {why}")
-
-
-def resolved(placement: Placement) -> Placement:
-    """Return the placement of a value passed into control flow: a deferred one is made whole."""
-    return Replicated(placement.const) if isinstance(placement, Deferred) else placement
-
-
-def inside(p: Placement) -> Placement:
-    """Return the placement of a value inside a body."""
-    if isinstance(p, Partial):
-        return REPLICATED
-    return replace(p, whole=False, requested=False) if isinstance(p, Split) else resolved(p)
-
-
-def throughout(p: Placement) -> Placement:
-    """Return the placement of a loop constant in a body; a deferred one takes the form used."""
-    return p if isinstance(p, Deferred) else inside(p)

@@ -20,8 +20,18 @@ from jaxdist.placements.model.block import Block, Node
 from jaxdist.placements.model.factors import FACTORS, Dims, Factors, Params, Shapes, einsum
 from jaxdist.placements.model.named_kernels import TWINS, twin_of
 from jaxdist.placements.model.strategy import DeviceContext, Run, Strategy, sliced
-from jaxdist.placements.model.values import REPLICATED, Form, Partial, Placement, Split, form, local_shape, tile
-from jaxdist.placements.rules.context import SPECIAL, RuleContext, refuse, resolved, special
+from jaxdist.placements.model.values import (
+    REPLICATED,
+    Form,
+    Partial,
+    Placement,
+    Split,
+    form,
+    local_shape,
+    tile,
+    whole_if_deferred,
+)
+from jaxdist.placements.rules.context import SPECIAL, RuleContext, refuse, special
 from jaxdist.placements.rules.own_code import sent_by
 from jaxdist.placements.rules.run import Cut, repeat_last
 
@@ -299,7 +309,7 @@ def _as_twin(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
         return None
     block = ctx.infer.block(twin, node.backward)
     place = lambda ins: [ctx.infer.place(block, ins)]
-    whole = [resolved(p) for p in ins]
+    whole = [whole_if_deferred(p) for p in ins]
     taken, (placed,) = sliced(whole, place(whole), place)
     types = [
         [(a.shape, a.dtype) for a in map(of.avals.__getitem__, outs)]
@@ -315,7 +325,7 @@ def _as_twin(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
     if (on_slices := twin_of(node, tuple(shapes))) is None or not _are_alike(block, ctx.infer.block(on_slices)):
         return None
     run: Run = lambda device, node, xs: device.bind(node, xs, _on_slices(node.eqn.params, placed.out_placements))
-    return Strategy([form(p) for p in taken], [resolved(p) for p in placed.out_placements], run)
+    return Strategy([form(p) for p in taken], [whole_if_deferred(p) for p in placed.out_placements], run)
 
 
 def _are_alike(whole: Block, part: Block) -> bool:

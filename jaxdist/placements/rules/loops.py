@@ -17,10 +17,13 @@ from jaxdist.placements.model.values import (
     Replicated,
     Split,
     form,
+    inside,
     is_wide,
+    throughout,
     tile,
+    whole_if_deferred,
 )
-from jaxdist.placements.rules.context import RuleContext, inside, resolved, special, throughout
+from jaxdist.placements.rules.context import RuleContext, special
 from jaxdist.placements.rules.own_iterations import own_iterations
 from jaxdist.placements.rules.summands import is_zero
 
@@ -162,6 +165,15 @@ def _out(carry: Sequence[Placement]) -> list[Placement]:
 
 @special("scan")
 def _scan(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
+    """Place a scan; each of these may place the body anew:
+
+    1. Turns that share only sums: each device loops over its own examples (`own_iterations`), and that is all.
+    2. xs split along the loop are split along another dimension, or gathered (`_unscanned`).
+    3. Carries settle (`_carried`), with constants as they come or gathered before the loop (`_with_constants`).
+    4. Little work over the batch: xs whole, if no turn communicates then.
+    5. Constants that turns use in one slice are cut before the loop (`sliced`).
+    6. The body again, its outputs in the forms that the next turn and the stack take.
+    """
     infer = ctx.infer
     (body,) = bodies(node.eqn)
     block = infer.block(body.closed, node.backward)
@@ -185,7 +197,6 @@ def _scan(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     def resolve(consts: Sequence[Placement], xs: Sequence[Placement]) -> Carried:
         return _carried(block, carry_in, body.carry, lambda carry: place(consts, carry, xs))
 
-    # First with the operands as they come; then with what is better gathered, or cut, before the loop.
     consts = [throughout(p) for p in consts_in]
     consts, (carry, placed) = _with_constants(infer, consts, node.trip_count, lambda consts: resolve(consts, xs))
     if over_batch and placed.communicates and _is_little(infer, sum(nbytes(ctx.block.avals[i]) for i in arrays)):
@@ -195,7 +206,6 @@ def _scan(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
         if not whole.communicates and seconds(whole, infer.axis.machine) <= infer.link.latency:
             carry, xs, placed = whole_carry, gathered, whole
     consts, (placed,) = sliced(consts, [placed], lambda cut: [place(cut, carry, xs)])
-    # The carries leave an iteration as they enter it, and what is stacked up as the loop's results have it.
     ys = [_turn_of(ctx, node.outs[k], placed.returned(k), k in added_later) for k in body.ys]
     placed = place(consts, carry, xs, [form(p) for p in (*carry, *ys)])
     out_placements = [*_out(carry), *map(_stacked, ys)]
@@ -206,7 +216,7 @@ def _turn_of(ctx: RuleContext, o: int, p: Placement, later: bool) -> Placement:
     """Place a turn's part of a stacked result: large summands are reduced, unless they are added up later."""
     aval = ctx.block.avals[o]
     if not isinstance(p, Partial) or later or _is_little(ctx.infer, nbytes(aval)):
-        return resolved(p)
+        return whole_if_deferred(p)
     dim = ctx.infer.slices_wanted(ctx.block).get(o)
     return ctx.infer.shard(dim - 1, aval.shape[dim]) if dim else REPLICATED
 

@@ -35,7 +35,7 @@ class Infer:
     ):
         self.axis = MeshAxis(axis.name, axis.size, tuple(outer_axes), tuple(inner_axes), machine)
         self.devices, self.split = axis.size, split
-        # Activations follow from sliced parameters: their products are not work on whole matrices.
+        # Along the model axis parameters come in slices: products with these are no work on whole matrices.
         self._may_own = axis.name != MODEL or split == "owners"
         # The dimension along which to shard an array of a shape, or None: state is sharded along the last axis only.
         self.choose = (lambda shape: None) if inner_axes else choose
@@ -76,7 +76,7 @@ class Infer:
         if key not in self._placed:
             placed = best(self, block, ins, may_stay_partial)
             if self._may_own and (owned := with_owners(self, placed)) is not None:
-                # A surrounding loop asks for the components that it had: in `owned` they are operations.
+                # In `owned` a component is one operation: a surrounding loop asks for the count from before.
                 placed = replace(best(self, owned, ins, may_stay_partial), matrices=placed.matrices)
             self._placed[key] = placed
         if wants is None:

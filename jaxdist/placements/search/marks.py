@@ -49,10 +49,10 @@ class Marks:
         ]
 
 
-def marks(infer: Inference, block: Block, level: int | None) -> Marks:
+def marks(infer: Inference, block: Block) -> Marks:
     """Collect the marks of a step."""
     collected = Marks()
-    _follow(infer, block, [_From(i) for i in range(len(block.inputs))], collected, level)
+    _follow(infer, block, [_From(i) for i in range(len(block.inputs))], collected)
     if collected.parameters and "parameter" not in collected.roles.values():
         raise ValueError(
             "zero(level=3) keeps the parameters in shards, and finds no argument of the step that they are: tell it, "
@@ -61,24 +61,20 @@ def marks(infer: Inference, block: Block, level: int | None) -> Marks:
     return collected
 
 
-def _follow(
-    infer: Inference, block: Block, inputs: Sequence[_From | None], collected: Marks, level: int | None
-) -> list[_From | None]:
+def _follow(infer: Inference, block: Block, inputs: Sequence[_From | None], collected: Marks) -> list[_From | None]:
     """Follow inputs through a block, collect the marks on the way, and return where the outputs are from."""
     env = dict(zip(block.inputs, inputs, strict=True))
     for node in block.traced:
         args = [env.get(i) for i in node.ins]
         if node.name in CONTROL_FLOW:
-            outs = _in_bodies(infer, node, args, collected, level)
+            outs = _in_bodies(infer, node, args, collected)
         else:
-            outs = _node(node, args, collected, level)
+            outs = _node(infer, node, args, collected)
         env.update(zip(node.outs, outs, strict=True))
     return [env.get(i) for i in block.outputs]
 
 
-def _in_bodies(
-    infer: Inference, node: Node, args: Sequence[_From | None], collected: Marks, level: int | None
-) -> Sequence[_From | None]:
+def _in_bodies(infer: Inference, node: Node, args: Sequence[_From | None], collected: Marks) -> Sequence[_From | None]:
     """Follow inputs through bodies; keep sources that all branches agree on and no turn changes."""
     every = []
     for body in bodies(node.eqn):
@@ -86,17 +82,17 @@ def _in_bodies(
             continue
         collected.sliced |= {a.index for k in body.xs if (a := args[body.ins[k]])}
         sources = [None if k in body.xs else args[i] for k, i in enumerate(body.ins)]
-        outs = _follow(infer, infer.block(body.closed, node.backward), sources, collected, level)
+        outs = _follow(infer, infer.block(body.closed, node.backward), sources, collected)
         for o, k in enumerate(body.carry):
             outs[o] = outs[o] if outs[o] == sources[k] else None
         every.append([None if o in body.ys else source for o, source in enumerate(outs)])
     return [outs[0] if len(set(outs)) == 1 else None for outs in zip(*every, strict=True)]
 
 
-def _node(node: Node, args: Sequence[_From | None], collected: Marks, level: int | None) -> Sequence[_From | None]:
+def _node(infer: Inference, node: Node, args: Sequence[_From | None], collected: Marks) -> Sequence[_From | None]:
     name, params = node.name, node.eqn.params
     if name == "jaxdist_shard":
-        _mark(params, args[0], params["level"] if level is None or params["role"] == "requested" else level, collected)
+        _mark(params, args[0], infer.level(node), collected)
     if name == "gather" and args[0] and 0 in params["dimension_numbers"].collapsed_slice_dims:
         collected.sliced.add(args[0].index)
     if name in SAME:
@@ -125,7 +121,7 @@ def _mark(params: Mapping[str, Any], source: _From | None, level: int, collected
     if source:
         if role in ("state", "parameter"):
             collected.roles.setdefault(source.index, role)
-        if source.exact and role in _KEPT and level >= _KEPT[role] and (level or role == "requested"):
+        if source.exact and role in _KEPT and level >= _KEPT[role]:
             collected.sharded.add(source.index)
             if params["offload"] and role == "state":
                 collected.offloaded.add(source.index)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxdist.errors import StepError
 from jaxdist.ir.interpreter import CONTROL_FLOW, bodies
-from jaxdist.placements.model.block import Block, Classes, Node
+from jaxdist.placements.model.block import Block, Node, UnionFind
 from jaxdist.placements.model.cost import cost, descend
 from jaxdist.placements.model.strategy import nbytes
 from jaxdist.placements.model.values import REPLICATED, Placement, form, reshaped, tile
@@ -68,7 +68,7 @@ class _Classes:
 
     def __init__(self, infer: Infer, block: Block, state: Sequence[int], sources: Sequence[int | None]):
         self._infer, self._devices = infer, infer.devices
-        self._ties = Classes[Dimension]()
+        self._ties = UnionFind[Dimension]()
         self._numbers: dict[Block, int] = {}
         self.operations = 0
         self._walk(block)

@@ -7,7 +7,7 @@ the next. So operations switch in groups. Tries are counted, not timed, so that 
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
-from jaxdist.placements.model.block import TO_A_SUM, Block, Classes, Node
+from jaxdist.placements.model.block import TO_A_SUM, Block, Node, UnionFind
 from jaxdist.placements.model.cost import cost, descend
 from jaxdist.placements.model.strategy import Inference, Propagation
 from jaxdist.placements.model.values import REPLICATED, Partial, Placement
@@ -73,12 +73,13 @@ def _messages(placed: Propagation) -> Counter[tuple[str, int]]:
 
 
 def _groups(infer: Inference, default: Propagation) -> list[Choice]:
-    """Return the groups of operations that share a weight, a sum or a line, ordered by their first operations.
+    """Return what is switched together: operations that share an input of the block, a sum, or line and shapes.
 
-    The products of all layers' queries, keys and values with their weights, forward and backward, are one group: they
-    share activations and gradients as sums, and layers share the line.
+    Of one layer, products of queries, keys and values with their weights, and their inputs' gradients, are one group: a
+    weight ties two of these, the sum of the inputs' gradients the rest. Gradients of weights are groups of their own.
+    Layers share the line. At the end, without operations: summands to add up in slices, and those to add up later.
     """
-    classes, block = Classes[Hashable](), default.block
+    classes, block = UnionFind[Hashable](), default.block
     alternatives = [(node, strategy.name) for node, strategy in default.alternatives]
     for node, name in alternatives:
         for tie in (*_ties(block, node), (node.name, node.line, *block.shapes(node.ins))):
@@ -95,11 +96,11 @@ def _groups(infer: Inference, default: Propagation) -> list[Choice]:
 
 
 def _ties(block: Block, node: Node) -> list[Hashable]:
-    """Return the weights that an operation takes, and the sums that its results are terms of."""
+    """Return the block's inputs (weights, say) that an operation takes, and the sums that its results are terms of."""
     ties = list[Hashable]()
     for i in map(block.source, node.ins):
         if i in block.input_index:
-            ties.append(("weight", i))
+            ties.append(("input", i))
     for o in node.outs:
         while block.uses[o] == 1 and o in block.next and block.next[o].name in TO_A_SUM:
             o = block.next[o].outs[0]

@@ -30,7 +30,7 @@ from jaxdist.placements.search.owners.components import (
     most_inside,
 )
 
-_SLACK = 1.25  # a stack that all work on may take so many times as long as its owners: it is sent only once
+_SLACK = 1.25  # all devices together may take so many times as long for a stack as one owner for all of it
 
 Way = Literal["slices", "owners"] | None  # the way to run whole-matrix work; None picks the cheaper one
 
@@ -50,7 +50,7 @@ class Work:
 
 @dataclass(eq=False)
 class Owned(Node):
-    """The operation that replaces the components of one stage."""
+    """Components of one stage that have owners, or one of them as a stack, as one operation."""
 
     works: Sequence[Work] = field(default_factory=list)  # of owners, or one on a stack
 
@@ -80,7 +80,10 @@ def way(closed: ClosedJaxpr) -> Way:
 
 
 def with_owners(infer: Inference, placed: Propagation) -> Block | None:
-    """Return a block with owners for whole-matrix work, or None if that does not pay."""
+    """Return a block with owners for whole-matrix work, or None if that does not pay.
+
+    Sets `placed.matrices`, which a surrounding loop asks for.
+    """
     moved = bytes_moved(placed)
     parts = components(infer, placed, moved)
     placed.matrices = max(len(parts), most_inside(placed))

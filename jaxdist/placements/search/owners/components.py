@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxdist.ir.interpreter import has_effect
 from jaxdist.ir.operations import CONTRACTION, FOR_ITSELF, LINEAR, is_elementwise
-from jaxdist.placements.model.block import Block, Classes, Node
+from jaxdist.placements.model.block import Block, Node, UnionFind
 from jaxdist.placements.model.strategy import Inference, Propagation, Strategy, nbytes
 from jaxdist.placements.model.values import Partial, Placement, Replicated, Split
 
@@ -33,7 +33,11 @@ class Component:
 
 
 def is_whole_work(node: Node, strategy: Strategy, placements: Sequence[Placement], moved: Counter[int]) -> bool:
-    """Check whether a placed operation gathers stored values, or is repeated on every device."""
+    """Check whether an operation is whole-matrix work.
+
+    That is a product that gathers or leaves summands; anything else, unless entrywise or linear, that every device
+    repeats on what comes in slices; or control flow with components.
+    """
     if strategy.bodies:
         return any(body.matrices for body in strategy.bodies)
     if node.name in CONTRACTION:
@@ -117,7 +121,7 @@ class _Finder:
         self._infer, self._placed, self._block, self._moved = infer, placed, placed.block, moved
         self._is_whole = is_whole  # for each operation, whether it is whole-matrix work
         self._outputs = frozenset(placed.block.outputs)
-        self._joined = Classes[int]()  # components that are one
+        self._joined = UnionFind[int]()  # components that are one
         self._values = [_ValueFacts()] * len(self._block.avals)
         self._operations: list[_OperationFacts] = []
         self._position = {o: k for k, node in enumerate(self._block.nodes) for o in node.outs}
