@@ -125,6 +125,7 @@ ROWS_OF: list[Row] = [
     Row(["rows:loaders", "rows:refused"], (RUN,), (FOUR_MPI,)),
     Row(["context:fields"], (*TWO, PAIRS), (FOUR, THREE_PAIRS)),
     Row(["context:sockets"], (RUN,), (FOUR,)),
+    Row(["context:as_after_jax_initialize"], (RUN,), (MPIRUN, FOUR, TRIPLES)),
     Row(["calls:known", "calls:stages"], (RUN,), (MPIRUN, FOUR)),
     Row(["context:broadcasts"], (), (MPIRUN, HAND)),
     Row(["records:evaluations"], (MPIRUN,), (HAND, THREE_PAIRS)),

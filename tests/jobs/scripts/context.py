@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from harness.check import compare
 from harness.errors import raises
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -48,6 +49,38 @@ def fields() -> list[Any]:
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     assert names.count("tf_XLAEigen") <= max(devices, len(os.sched_getaffinity(0)) // N)
     return [R, ctx.local_rank, ctx.local_size, ctx.hosts[R] == os.uname().nodename]
+
+
+def as_after_jax_initialize() -> None:
+    """What programs of JAX's own for several processes do, as in its tests/multiprocess, after `jaxdist.init()`."""
+    same = np.testing.assert_array_equal
+    per, total = jax.local_device_count(), jax.device_count()
+    mesh = jax.make_mesh((total,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, whole = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
+    multihost_utils.sync_global_devices("begun")
+    multihost_utils.assert_equal({"a": np.arange(3)}, "the same on all")
+    with raises(AssertionError, "differs"):
+        multihost_utils.assert_equal(np.full(2, R), "differs")
+    same(multihost_utils.broadcast_one_to_all(np.full(3, R + 5.0)), np.full(3, 5.0))
+    same(multihost_utils.broadcast_one_to_all(np.full(3, R), is_source=R == N - 1), np.full(3, N - 1))
+    same(multihost_utils.process_allgather(np.full(2, R)), np.repeat(np.arange(N)[:, None], 2, 1))
+    x = multihost_utils.host_local_array_to_global_array(np.full((per, 2), R, np.float32), mesh, P("x"))
+    assert x.shape == (total, 2)
+    same(multihost_utils.global_array_to_host_local_array(x, mesh, P("x")), np.full((per, 2), R, np.float32))
+    same(multihost_utils.process_allgather(x, tiled=True), np.repeat(np.arange(N), per)[:, None] * np.ones(2))
+    same(jax.device_put(np.arange(8.0), whole), np.arange(8.0))
+    made = jax.make_array_from_callback((total,), rows, lambda index: np.arange(float(total))[index])
+    same(jax.jit(lambda x: x[::-1], out_shardings=whole)(made), np.arange(float(total))[::-1])
+    drawn = jax.jit(lambda key: jax.random.normal(key, (total, 3)), out_shardings=rows)(jax.random.key(0))
+    same(multihost_utils.process_allgather(drawn, tiled=True), jax.random.normal(jax.random.key(0), (total, 3)))
+    turn = jax.shard_map(
+        lambda x: jax.lax.ppermute(x, "x", [(k, (k + 1) % total) for k in range(total)]),
+        mesh=mesh, in_specs=P("x"), out_specs=P("x"),
+    )  # fmt: skip
+    same(multihost_utils.process_allgather(jax.jit(turn)(made), tiled=True), np.roll(np.arange(float(total)), 1))
+    added = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P()))(made)
+    same(np.asarray(added), np.full(1, total * (total - 1) / 2))
+    assert [shard.index[0].start for shard in made.addressable_shards] == [*range(R * per, (R + 1) * per)]
 
 
 def sockets() -> None:
