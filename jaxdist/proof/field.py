@@ -1,9 +1,9 @@
 """Numbers of a finite field in the place of floats: sums, products and quotients are exact, in any order.
 
 A real number becomes an integer modulo the prime P = 2**31 - 1, from 0 to P - 1, in a uint32; the upper half stands for
-negative numbers. The order of numbers is that of their multiples by a random number, and another one at the next point,
-so that what a comparison leaves out at one, as of two constants, is taken at another. Infinities stay the ends. What is
-not a polynomial (exp, tanh, a factorization) becomes a hash of its operands: the same for the same operands, and
+negative numbers. The order of numbers is that of their multiples by a random number, and the reverse one at the next
+point: what a comparison leaves out at one, as of two constants, is taken at the other. Infinities stay the ends. What
+is not a polynomial (exp, tanh, a factorization) becomes a hash of its operands: the same for the same operands, and
 nothing else. A complex number is a pair; since -1 has no square root modulo P, pairs are a field, too.
 """
 
@@ -18,6 +18,7 @@ from jax import lax
 
 P = 2**31 - 1
 H = P // 2
+INFINITY = 0x3C6EF372  # no number that programs name often: H is -1 / 2
 _BITS = np.array([(P - 2) >> k & 1 for k in range(31)])
 
 
@@ -173,24 +174,25 @@ def embedded(value: Any) -> Any:
     shift = (exponent.astype(np.int64) - 53) % 31
     high, low = np.divmod((mantissa * 2.0**53).astype(np.int64), 1 << 31)
     out = ((high + low) % P * (1 << shift)) % P
-    special = np.where(np.isposinf(value), H, np.where(np.isneginf(value), P - H, 12345678))
+    special = np.where(np.isposinf(value), INFINITY, np.where(np.isneginf(value), P - INFINITY, 12345678))
     return np.where(np.isfinite(value), out, special).astype(np.uint32)
 
 
 def ordered(order: Any, x: Any) -> Any:
     """Return integers in whose order numbers are, given a factor."""
-    return signed(jnp.where((x == H) | (x == P - H), x, mul(x, order)))
+    return jnp.where(x == INFINITY, H, jnp.where(x == P - INFINITY, -H, signed(mul(x, order))))
 
 
 def unordered(inverse: Any, key: Any) -> Any:
     """Return numbers, given their integers and the inverse of the factor."""
-    x = fold(wide(key))
-    return jnp.where((x == H) | (x == P - H), x, mul(x, inverse))
+    number = mul(fold(wide(key)), inverse)
+    return jnp.where(key == H, jnp.uint32(INFINITY), jnp.where(key == -H, jnp.uint32(P - INFINITY), number))
 
 
-def drawn_order(rng: np.random.Generator) -> np.ndarray:
-    """Draw a factor for `ordered`, and return it beside its inverse."""
+def drawn_order(rng: np.random.Generator, reverse: bool) -> np.ndarray:
+    """Draw a factor for `ordered`, or the negative one, and return it beside its inverse."""
     factor = int(rng.integers(1, H))
+    factor = P - factor if reverse else factor
     return np.array([factor, pow(factor, -1, P)])
 
 

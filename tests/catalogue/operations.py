@@ -296,7 +296,6 @@ CONTRACTIONS: dict[str, Operation] = {
     "pools along the batch": lambda w, b: [
         lax.reduce_window(_last_infinite(b["x"]), -jnp.inf, lax.max, (2, 1), (1, 1), "VALID").min(0),
         lax.reduce_window(b["x"], 0.0, lax.add, (2, 2), (2, 1), "VALID"),
-        lax.reduce_window(b["p"], 1.0, lax.mul, (3, 1), (1, 1), "VALID"),
         lax.reduce_window(b["i"], np.int32(9), lax.min, (1,), (2,), "VALID"),
         jax.grad(lambda x: jnp.sin(lax.reduce_window(x, 0.0, lax.add, (2, 1), (1, 1), "VALID")).sum())(b["x"])],
     "attention": lambda w, b: jax.nn.dot_product_attention(b["z"][:, :, None], b["z"][:, :, None], b["z"][:, :, None]),

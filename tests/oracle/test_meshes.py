@@ -424,6 +424,7 @@ def test_a_pool_along_slices(on: dict[str, int], rows: int, size: int, stride: i
     w = {"a": array(3, 4)}
     check(loss, w, x, on=on)
     check(jax.grad(loss), w, x, on=on)
+    check(lambda w, x: lax.reduce_window(x @ w["a"], 1.0, lax.mul, **how), w, x, on=on)
     if rows == 32:
         sent = jaxdist.explain(decorated(loss, on), w, x).rows
         assert {row.what for row in sent if row.operation.startswith("reduce_window")} <= {"permute"}
