@@ -1,9 +1,9 @@
 """Numbers of a finite field in the place of floats: sums, products and quotients are exact, in any order.
 
 A real number becomes an integer modulo the prime P = 2**31 - 1, from 0 to P - 1, in a uint32; the upper half stands for
-negative numbers. The order of numbers is that of their multiples by a random number, and another one at the next point,
-so that what a comparison leaves out at one, as of two constants, is taken at another. Infinities stay the ends. What is
-not a polynomial (exp, tanh, a factorization) becomes a hash of its operands: the same for the same operands, and
+negative numbers. Numbers are ordered by their multiples by a random number, which differs at the next point: a value
+that a comparison leaves out at one point, as of two constants, is taken at others. Infinities stay the ends. Anything
+not polynomial (exp, tanh, a factorization) becomes a hash of its operands: the same for the same operands, and
 nothing else. A complex number is a pair; since -1 has no square root modulo P, pairs are a field, too.
 """
 
@@ -67,7 +67,7 @@ def neg(x: Number) -> Number:
 
 
 def _of_pairs(multiply: Callable[[Any, Any], Any], x: Number, y: Number) -> Pair:
-    """Multiply numbers, of which one is complex at least, by a product of numbers that are not."""
+    """Multiply numbers, at least one of them complex, given a product of real numbers."""
     (a, b), (c, d) = (z if isinstance(z, Pair) else Pair(z, None) for z in (x, y))
     if b is None or d is None:
         return Pair(multiply(a, c), multiply(a, d) if b is None else multiply(b, c))
@@ -189,7 +189,7 @@ def unordered(inverse: Any, key: Any) -> Any:
 
 
 def drawn_order(rng: np.random.Generator) -> np.ndarray:
-    """Draw a factor for `ordered`, and return it beside its inverse."""
+    """Draw a factor for `ordered`, and return it with its inverse."""
     factor = int(rng.integers(1, H))
     return np.array([factor, pow(factor, -1, P)])
 

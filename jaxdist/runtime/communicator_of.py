@@ -1,4 +1,4 @@
-"""Which communicator a job has: "xla", or "mpi" where MPI and mpi4jax are there and fit."""
+"""Choose the communicator of a job: "xla", or "mpi" where MPI and mpi4jax are installed and fit."""
 
 import importlib.util
 import os
@@ -8,7 +8,7 @@ from jaxdist.machine import Platform
 
 
 def alone(wanted: str, devices: int, platform: Platform) -> str:
-    """That of a process alone."""
+    """Return the communicator of a process alone."""
     if wanted != "mpi":
         return "xla"
     if platform == "tpu":
@@ -30,7 +30,7 @@ ONE_EACH = "MPI moves arrays between processes of one device each. Use communica
 def several(
     size: int, connector: str, wanted: str, platform: Platform, devices: int | None = None
 ) -> tuple[str, Exception | None]:
-    """That of several processes, and why it is not "mpi"; never raises, so that all ranks compare."""
+    """Return the communicator of several processes, and why not "mpi"; never raises, so that all ranks compare."""
     if wanted == "xla" or (wanted == "auto" and platform != "cpu"):
         return "xla", None
     if platform == "tpu":

@@ -1,4 +1,4 @@
-"""grain's threads and worker processes: what the user's code raises or returns there reaches the loop over batches."""
+"""grain's threads and worker processes: errors and results of the user's code there reach the loop over batches."""
 
 import functools
 import multiprocessing
