@@ -46,7 +46,7 @@ class Control(Process):
     ):
         super().__init__(rank)
         self.size = size
-        # Time for a thread of a different rank to answer: Python's lock may be held, the host may be swapping.
+        # Time for a thread of a peer to answer: Python's lock may be held, the host may be swapping.
         self.patience = min(_MOST_PATIENCE, max(_LEAST_PATIENCE, timeout))
         self.stopped: dict[int, str] = {}  # who is in a debugger, and where, as it came: the first has the terminal
         self._timeout, self.held_until = timeout, 0.0  # when a rank that was in a debugger may be late

@@ -172,11 +172,11 @@ async def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: 
             link.send((rank, size, Member(socket.gethostname(), os.getpid(), _plain(link.sock.getsockname()[0]))))
             if not reached:  # rank 0 names the missing ranks when its own time is up
                 limit.reschedule((limit.when() or 0) + SECONDS)
-            reached, last = True, "rank 0 is there, and another rank did not come"
+            reached, last = True, "rank 0 answers, and a different rank did not come"
             return link, await link.receive()
         except (OSError, EOFError) as error:  # TimeoutError is one
             if reached and isinstance(error, ConnectionRefusedError):
-                ended = f"rank {rank} reached {names}, then rank 0 ended before all ranks were there"
+                ended = f"rank {rank} reached {names}, then rank 0 ended before all ranks had joined"
                 raise ConnectionError(ended) from None
             last = str(error) or "timed out"
             if link is not None:

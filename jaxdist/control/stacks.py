@@ -12,7 +12,7 @@ from jaxdist.sources import of_the_user
 
 
 def users_line(trace: TracebackType | None) -> str:
-    """Return file and line of the user's own code that is innermost in a traceback, or "" if none is in it."""
+    """Return the file and line of the innermost frame in the user's own code, or "" if there are none."""
     for frame, line in reversed(list(traceback.walk_tb(trace))):
         if of_the_user(file := frame.f_code.co_filename):
             return f"{file}:{line}"

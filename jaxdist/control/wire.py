@@ -96,7 +96,7 @@ def job_key(host: str, name: str) -> bytes:
 
 
 def _kept(path: Path) -> bytes:
-    """Return the secret in a file. Creates the file, whole when it appears, unless a different process is faster."""
+    """Return the secret in a file. Creates the file, whole when it appears, unless a parallel process is faster."""
     if not path.exists():
         path.parent.mkdir(mode=0o700, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent) as draft:  # for this user alone

@@ -54,7 +54,7 @@ def parse_hosts(entries: Iterable[str]) -> list[Host]:
         match = _LINE.fullmatch(entry)
         slots = int(match["after_colon"] or match["slots"] or 1) if match else 0
         if match is None or slots < 1 or match["name"] in hosts:
-            raise ValueError(f"{entry!r} is not a host with its slots, or one that is there twice; expected {_FORMS}")
+            raise ValueError(f"{entry!r} is not a host with its slots, or is listed twice; expected {_FORMS}")
         hosts[match["name"]] = Host(match["name"], slots)
     if not hosts:
         raise ValueError(f"no host is named; expected {_FORMS}")

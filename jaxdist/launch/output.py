@@ -21,7 +21,7 @@ LineFilter = Callable[[bytes], bytes]
 
 _LONGEST = 1 << 20  # bytes of a line; a longer one is passed on in parts
 _RULE = b"-" * 74 + b"\n"  # above and below what prterun says, which is passed on in one piece
-_PROMPT_MS = 100  # that a line has to end, before a person at a terminal sees it as it is; in a file no lines mix
+_PROMPT_MS = 100  # that a line has to end, before a terminal shows it unfinished; in a file no lines mix
 NOT_WRITTEN = 120  # the exit code of a Python that can't write its output
 _SAY_S = 1.0  # that a message of our own may take before we continue without it
 _locks: dict[tuple[int, int], threading.Lock] = {}
@@ -82,7 +82,7 @@ def say(text: str) -> None:
 
 
 def write(target: TextIO | None, lines: bytes) -> None:
-    """Write lines in one piece: those of several ranks don't mix."""
+    """Write lines in one piece, so that several ranks' lines don't mix."""
     if target is None:  # a closed one
         return
     buffer = getattr(target, "buffer", None)

@@ -90,7 +90,7 @@ def spawn(
             '`if __name__ == "__main__":`)'
         )
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("jaxdist.spawn was called in another thread than the main one, where Ctrl-C does not arrive")
+        raise RuntimeError("jaxdist.spawn was called outside the main thread, where Ctrl-C does not arrive")
     with tempfile.TemporaryDirectory(prefix="jaxdist-spawn-") as name:
         folder = Path(name)
         _write_task(folder, fn, tuple(args), dict(kwargs or {}))
@@ -115,7 +115,7 @@ def _write_task(folder: Path, fn: Callable[..., Any], args: tuple[Any, ...], kwa
         Pickler(buffer).dump((fn, args, kwargs))
     except Exception as error:
         raise TypeError(
-            f"jaxdist.spawn can't send {name_of(fn)!r}, or what it refers to, to the ranks: "
+            f"jaxdist.spawn can't send {name_of(fn)!r}, or an object it refers to, to the ranks: "
             f"{error}. Make such things inside the function"
         ) from error
     settings = compat.settings()
@@ -134,7 +134,7 @@ def _error(folder: Path, name: str, ending: str, n: int) -> BaseException:
     try:
         summary, trace, pickled = pickle.loads((folder / f"error of {name}").read_bytes())
     except Exception:  # there is none, or not the whole of it
-        return RuntimeError(f"{name} of {n} {ending}, without an exception; what it printed may say more")
+        return RuntimeError(f"{name} of {n} {ending}, without an exception; its output may say more")
     try:
         error = pickle.loads(pickled)
     except Exception:  # of a type that only the ranks know, or that pickles and does not unpickle

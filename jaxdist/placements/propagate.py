@@ -57,7 +57,7 @@ def propagate(
             messages.sent_by(node, strategy)
         for k, (i, placement) in enumerate(zip(node.outs, strategy.out_placements, strict=True)):
             ctx.placements[i] = placement
-            if strategy.out_forms:  # brought into a form at once: these are sent instead of a weight
+            if strategy.out_forms:  # converted at once, as when slices of a sum are sent instead of a weight
                 resolved, why = strategy.out_forms[k], strategy.why_sent
             else:
                 resolved, why = ctx.once_made(i, placement), ""

@@ -46,7 +46,7 @@ class Verified:
     results: tuple[str, ...] = ()  # those that differ
     operation: str = ""  # the first one whose results on the devices are not slices or summands of the step's, if found
     line: str = ""  # of the user, where it stands
-    placement: str = ""  # the part of its result that each device should hold
+    placement: str = ""  # how each device should hold its result
     unchecked: str = ""  # an operation that is not evaluated in the field, and its line
 
     @property

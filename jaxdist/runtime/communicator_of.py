@@ -63,8 +63,8 @@ def _mpi_problem(size: int) -> ImportError | ValueError | None:
         )
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:  # XLA's threads call it while the script may
         return ValueError(
-            "MPI was initialised to be called by one thread at a time: leave mpi4py.rc.threads and "
-            "mpi4py.rc.thread_level as they are (\"multiple\"), or use communicator 'xla'"
+            "MPI was initialized to be called by one thread at a time: leave mpi4py.rc.threads and "
+            "mpi4py.rc.thread_level unchanged (\"multiple\"), or use communicator 'xla'"
         )
     built, loaded = _mpi4jax_built_for(), "Open MPI" if "Open MPI" in mpi.Get_library_version() else "MPICH"
     if built and built != loaded:

@@ -20,7 +20,7 @@ _SETTINGS = (
     "jax_memory_fitting_effort", "jax_memory_fitting_level", "jax_optimization_level", "jax_use_shardy_partitioner",
     "jax_enable_custom_prng", "jax_legacy_prng_key", "jax_softmax_custom_jvp",
 )  # fmt: skip
-# They change no program: where to write or find files, and devices, though a process of several uses only one.
+# They change no program: where to write or find files, and a number of CPU devices, which `start` sets itself.
 _HARMLESS = re.compile(r"dump|_dir$|^--xla_force_host_platform_device_count$")
 
 
@@ -52,7 +52,7 @@ def check_same(every: Sequence[Mapping[str, str]], who: Callable[[int], str]) ->
             raise ValueError(
                 f"{who(0)} and {who(rank)} would make other programs of the same step: {', '.join(differ)}. Install "
                 "the same versions everywhere, and give every rank the same settings of JAX, before init, and the "
-                "same XLA_FLAGS. (To other hosts mpirun passes variables on with -x, jaxdist run by itself. Without "
+                "same XLA_FLAGS. (To other hosts mpirun passes variables on with -x, jaxdist run on its own. Without "
                 "jax[cuda12] or a driver a rank computes on CPUs: JAX_PLATFORMS=cpu has all do that)"
             )
 
@@ -66,8 +66,8 @@ def check_processors(processors: Sequence[bytes], facts: Mapping[str, str], who:
         raise ValueError(
             f"{who(0)} and {who(other)} have other processors ({_model(processors[0])} / {_model(processors[other])}), "
             "for which XLA may order the messages of a program otherwise. Set XLA_FLAGS=--xla_cpu_max_isa=AVX2 (or "
-            "what the oldest of them has) on every rank, or take communicator 'mpi', whose messages have an order of "
-            "their own"
+            "the oldest one's instruction set) on every rank, or take communicator 'mpi', whose messages have "
+            "their own order"
         )
 
 

@@ -270,7 +270,7 @@ def _refuse_workers() -> None:
         if frame.f_globals.get("__name__") == "__mp_main__":
             raise RuntimeError(
                 "a data worker imports the script again, and its calls of jaxdist would join the job a second time: "
-                'put what the script does into a function, called under `if __name__ == "__main__":`'
+                'put the work of the script into a function, called under `if __name__ == "__main__":`'
             )
         frame = frame.f_back
 

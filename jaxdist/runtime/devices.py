@@ -86,7 +86,7 @@ def choose_gpus(resources: Sequence[Resources], rank: int, wanted: int | None = 
         processes = f"{len(beside)} process{'es' * (len(beside) > 1)} on host {host}"
         gpus = f"{len(seen_by)} visible GPU{'s' * (len(seen_by) != 1)}"
         variable = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}"
-        problem = "of which some see only a part of each other's" if overlap else f"and each process takes {count}"
+        problem = "some of which see only a part of each other's" if overlap else f"and each process takes {count}"
         raise ValueError(
             f"{processes}, but {gpus} ({variable}), {problem}: start fewer processes per host (e.g. mpirun -np "
             f"{max(len(seen_by) // count, 1)}), let all see the same GPUs or each its own, or run on the CPU with "

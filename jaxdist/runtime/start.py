@@ -40,7 +40,7 @@ class _Told(NamedTuple):
     over_gloo: bool  # and nothing has begun that would not know of it
     processor: bytes
     threads: int  # of XLA that its environment asks for, or 0
-    kind: Kind | None  # that it should weigh for
+    kind: Kind | None  # that JAXDIST_MACHINE names, to weigh for
     lanes: int | None
     devices: int | None  # that it should take, or None for one CPU, or its GPUs
 

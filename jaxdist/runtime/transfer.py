@@ -84,7 +84,7 @@ def to_device(host: np.ndarray) -> jax.Array:
     if array.dtype != host.dtype:
         raise ValueError(
             f"a {host.dtype} array was sent to a process that can't hold it (got "
-            f"{array.dtype}): set jax_enable_x64 alike on every rank"
+            f"{array.dtype}): set jax_enable_x64 the same way on every rank"
         )
     return array
 

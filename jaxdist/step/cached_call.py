@@ -105,7 +105,7 @@ class CachedCall:
             texts = ((name, type_text(a.dtype, a.shape), type_text(b.dtype, b.shape)) for name, a, b in pairs)
             differs = next((f"{name}, {a} then and {b} now" for name, a, b in texts if a != b), differs)
         raise TypeError(
-            f"step {compiled.name!r} was compiled for other arguments: what differs is {differs}. Lower and compile it "
+            f"step {compiled.name!r} was compiled for other arguments; the difference: {differs}. Lower and compile it "
             "for these, or call the step itself, which compiles a program for each"
         )
 

@@ -75,7 +75,7 @@ def why_dependent(params: Params, axis: int, kept: Collection[int], is_sum: bool
     inner = [(g, n) for g, n in enumerate(mapping.grid) if g > axis]
     moving = {results[k] for k in kept if any(not isinstance(n, int) or any(divided(maps[k], g, n)) for g, n in inner)}
     if not independent or not _writes_first(body.jaxpr, memory, {}, written - moving, ()):
-        yield "what a step leaves in memory, the next one may read"
+        yield "a step may read memory that an earlier one wrote"
 
 
 _EFFECTS = {"ReadEffect", "WriteEffect", "AccumEffect", "DebugEffect", "OrderedDebugEffect"}
@@ -242,7 +242,7 @@ class _Sums:
                 totals[eqn.outvars[0]] = totals[read[0]]
             elif name == "swap" and refs and read == [eqn.invars[1]] and totals[read[0]] == _part(eqn, memory, 2):
                 if _is_used(eqn, jaxpr):
-                    return "its body reads what was in it"
+                    return "its body reads its old value"
                 self.used |= refs
             elif refs and not read and (programs := _parts(eqn, {})[0]):
                 for closed, given, _ in programs:

@@ -157,7 +157,7 @@ def _ends_apart(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strat
     left = _result(split, sizes[bulk])
     if not _has_all_devices(ctx, left, starts[bulk]):
         return None
-    # Often only the few rows are used: a token's before a sequence. Then nothing moves.
+    # Often only the few rows are used, such as a token before a sequence. Then nothing moves.
     shift = starts[bulk] if ctx.block.uses[node.outs[bulk]] else 0
 
     def run(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:

@@ -171,7 +171,7 @@ class RuleContext:
             return reason
         if described.operands[k][dim] is not None:
             return f"its blocks along dimension {dim} do not divide among {self.n} devices"
-        return f"each of its steps takes all of dimension {dim}, or what a table says"
+        return f"each of its steps takes all of dimension {dim}, or the part that a table gives"
 
     def batch_dim(self, node: Node, ins: Sequence[Placement], shape: tuple[int, ...]) -> int | None:
         """Return the dimension of a result that holds the batch, if it can be cut."""
