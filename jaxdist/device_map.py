@@ -38,7 +38,7 @@ class Share(NamedTuple):
 class DeviceMap:
     """The devices of a mesh, in its order, with the process, the host and the part of a batch of each.
 
-    Meshes, axes and shards are facts about devices; ranks, and what a rank passes, compares and writes, are facts about
+    Meshes, axes and shards are facts about devices; ranks, and data that they pass, compare or write, are facts about
     processes. This turns the former into the latter. For example, on two hosts with two processes of two devices each:
 
         hosts        a               b

@@ -33,7 +33,7 @@ def value_and_grad(
         examples.
       argnums: the arguments to differentiate.
       has_aux: see `jax.value_and_grad`, as for `holomorphic` and `allow_int`.
-      microbatches: the number k of equal parts, of which only one has its activations in memory. In `aux`, leaves with
+      microbatches: the number k of equal parts; only one has its activations in memory at a time. In `aux`, leaves with
         one entry per example keep the batch's order, other integers are summed, and other floats are averaged.
       batch_argnums: the positions of the batch. The default is the last argument, if no other has more entries.
 

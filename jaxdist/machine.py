@@ -82,7 +82,7 @@ class Kind:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it uses its host's memory, and sends sums of 16-bit floats in 32 bits."""
+        """Check whether it uses its host's memory, and sends sums of 16-bit floats in 32 bits."""
         return self.platform == "cpu"
 
     @property
@@ -159,7 +159,7 @@ class Machine:
     """Devices of one kind on hosts."""
 
     kind: Kind  # of the devices
-    # Of each device of a mesh, in order, what it shares fast links with others of: its host, or a TPU's slice. Empty if
+    # For each device of a mesh, in order, the group that shares fast links: its host, or a TPU's slice. Empty if
     # all share one.
     hosts: tuple[Any, ...] = ()
     links: tuple[tuple[str, Link], ...] = ()  # by the name of an axis (see `over`)

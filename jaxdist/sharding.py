@@ -46,7 +46,7 @@ def zero(
       level: what to shard, with the bytes per parameter on each of N devices (float32, Adam). 0: nothing (16). 1: the
         optimizer state (8 + 8/N). 2: gradients too (4 + 12/N). 3: parameters too (16/N), gathered where they are used;
         needs ``tx.update(grads, opt_state, params)``.
-      within: the devices that share a leaf: all (None), those of each host or TPU slice (``"host"``), or this many in
+      within: the devices that share a leaf: all (None), each host or TPU slice alone (``"host"``), or this many in
         a row. Only slices of gradients are sent between groups (hybrid sharding).
       split: ``"owners"`` computes each whole matrix on one device, ``"slices"`` on all where possible. None chooses.
       offload: keep the optimizer state in host memory between steps. No effect on CPUs.

@@ -1,4 +1,4 @@
-"""Tells the user's own source files from those of libraries."""
+"""Distinguish the user's own source files from libraries' files."""
 
 import functools
 import sysconfig
@@ -9,13 +9,13 @@ _PYTHON = f"{sysconfig.get_path('stdlib')}/"
 
 
 def is_ours(file: str) -> bool:
-    """Whether a file is one of this library."""
+    """Check whether a file is one of this library."""
     return file.startswith(_OURS)
 
 
 @functools.lru_cache(maxsize=4096)
 def of_the_user(file: str) -> bool:
-    """Whether a file is code of the user's own: not this library's, not Python's, and not installed."""
+    """Check whether a file is code of the user's own: not this library's, not Python's, and not installed."""
     installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
     installed |= file.endswith(".pyx")  # compiled code names it as on the machine that compiled it
     return not (installed or is_ours(file) or file.startswith(("<frozen", _PYTHON)))

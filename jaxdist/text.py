@@ -7,7 +7,7 @@ from typing import Any
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a function, or of the class of what has none, without the functions that define it."""
+    """Return the name of a function, or of the class of an object without one, without the functions that define it."""
     return getattr(function, "__qualname__", type(function).__qualname__).rpartition("<locals>.")[2]
 
 

@@ -44,7 +44,7 @@ def on_every_rank(
         first = min(kinds.values())
         problems = {rank: everyone[rank].problem for rank, kind in kinds.items() if kind == first}
         error = raises[first](first_problem(call, problems))
-        setattr(error, "elsewhere", mistake is None)  # noqa: B010  # the job ends for that of the rank which failed
+        setattr(error, "elsewhere", mistake is None)  # noqa: B010  # the job ends because of the failing rank's error
         raise error from mistake
     if any(description != own[0] for description in everyone):
         raise raises[0](difference(everyone, advice))

@@ -54,7 +54,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON obje
     own = {"rank": ctx.rank, "host": socket.gethostname(), "pid": os.getpid(), "cores": cores, "devices": devices}
     ranks = ctx.control.exchange("jaxdist info", own)
     if ctx.is_root:
-        kind = ctx.kind  # of which the speeds weigh sending against computing
+        kind = ctx.kind  # its speeds weigh communication against computation
         rates = f"{kind.link / 1e9:.3g} GB/s within a host, {kind.network / 1e9:.3g} GB/s between hosts"
         job = {"processes": ctx.size, "devices": ctx.num_devices}
         job |= {"connector": ctx.connector.name, "communicator": str(ctx.communicator)}

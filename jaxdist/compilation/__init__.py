@@ -1,5 +1,5 @@
-"""From a step to its program: traced once per structure and types, placed on a mesh, emitted, and compiled.
+"""Turn a step into its program: trace it once per structure and types, place it on a mesh, emit and compile it.
 
-In this order: `calling` and `signature` say what a call is; `tracing`; `placed`; `program`. The arrays of a call are
-no business of this folder: it takes their types, and the layouts of those that are in shards.
+In this order: `calling` and `signature` describe a call; `tracing`; `placed`; `program`. This folder does not take the
+arrays of a call, only their types, and the layouts of arrays that are in shards.
 """

@@ -16,7 +16,7 @@ from jaxdist.runtime.context import get_context
 
 
 class OutType(Protocol):
-    """The type of what a callback returns."""
+    """The type of a value that a callback returns."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -64,7 +64,7 @@ class Callbacks:
             return outs
         except BaseException as error:
             context = get_context()
-            if context.size > 1:  # the other ranks must not go on with zeros
+            if context.size > 1:  # the other ranks must not continue with zeros
                 failfast.end(context.control, error)
             self._raised.append(error)
             return [np.zeros(expected.shape, expected.dtype) for expected in types]

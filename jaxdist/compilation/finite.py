@@ -112,7 +112,7 @@ def examine(names: Sequence[str], counted: jax.Array, mesh: Mesh, prefix: str, k
     by_device = counts[:, first]
     devices = np.flatnonzero(by_device.any(axis=1)).tolist()
     same = bool((by_device == by_device[0]).all())
-    others = f" ({int(is_bad.sum()) - 1} more of what was checked are not finite.)" if is_bad.sum() > 1 else ""
+    others = f" ({int(is_bad.sum()) - 1} more checked arrays are not finite.)" if is_bad.sum() > 1 else ""
     where = "on every device" if same else _devices(mesh, devices)
     what = _in_words(by_device[0] if same else by_device.sum(0))
     raise FloatingPointError(f"{prefix}{names[first]} is not finite: {what} {where}.{others} {_ADVICE}")

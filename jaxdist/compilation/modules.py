@@ -27,7 +27,7 @@ T = TypeVar("T")
 class NnxArrays:
     """The arrays of one argument that has objects in it."""
 
-    state: PyTree  # its part of the state of all objects; None: all of its variables are in earlier arguments, too
+    state: PyTree  # its part of the state of all objects, or None if earlier arguments have all of its variables
     graph: "nnx.GraphDef | None"  # of all objects, in the first of the arguments; else None
     position: int  # among the arguments that have objects
 

@@ -49,7 +49,7 @@ Structure = TreeDef | tuple[TreeDef, tuple[str, ...]]  # of all arguments; with 
 
 
 class Constant(NamedTuple):
-    """A leaf of the arguments that is no data: a program is for its value."""
+    """A leaf of the arguments that is not data: each of its values needs its own program."""
 
     position: int  # among all leaves
     kind: type  # 1, 1.0 and True are equal, and not the same to a step
@@ -151,10 +151,10 @@ def picker(positions: Sequence[int]) -> Callable[[Sequence[Leaf]], Sequence[Leaf
 
 
 def with_constants(tree: TreeDef, leaves: Sequence[Leaf]) -> TreeDef:
-    """Return a structure with a node in place of each leaf that is `Static`. No node of a user is rebuilt for it."""
+    """Replace each leaf of a structure that is `Static` with a node, without rebuilding a user's nodes."""
     remaining = iter(leaves)  # in the order in which a structure is walked
 
-    # A class of the user's may check, when it is made, what it is made of: it must not see a `Static`.
+    # A user's class may check its children when it is constructed: it must not see a `Static`.
     def changed(part: TreeDef) -> TreeDef:
         if not _is_leaf(part):
             return _with_children(part, map(changed, part.children()))
@@ -181,7 +181,7 @@ def unflattener(tree: TreeDef) -> Callable[[Sequence[Leaf]], PyTree]:
 
 
 def structure_of_values(tree: TreeDef) -> TreeDef:
-    """Return a structure with a leaf in place of each `Static` node. No node of a user is rebuilt for it."""
+    """Replace each `Static` node of a structure with a leaf, without rebuilding a user's nodes."""
     if is_constant(tree):
         return _LEAF
     return tree if _is_leaf(tree) else _with_children(tree, map(structure_of_values, tree.children()))
@@ -198,7 +198,7 @@ _LEAF = jax.tree.structure(0)
 
 
 def is_constant(tree: TreeDef) -> bool:
-    """Check whether a structure is that of a `Static`."""
+    """Check whether a structure is a `Static` node."""
     return _constant(tree) is not None
 
 
@@ -238,11 +238,11 @@ class Type(Protocol):
 
 
 class Match(NamedTuple):
-    """What a step's result has of its arguments."""
+    """The leaves of a step's result that correspond to leaves of its arguments."""
 
-    sources: list[int | None]  # for each leaf of the result, the leaf of the arguments of which it is the next value
-    returned: frozenset[int]  # leaves of arguments of which the result has as many as there are arguments
-    tied: list[list[int]]  # leaves at one place of several arguments of one structure: they are kept alike
+    sources: list[int | None]  # for each leaf of the result, the leaf of the arguments whose next value it is
+    returned: frozenset[int]  # leaves of arguments that match as many parts of the result as there are such arguments
+    tied: list[list[int]]  # leaves at the same place in arguments of the same structure: they are kept the same way
 
 
 def match(tree: TreeDef, types: Sequence[Type], arguments: Sequence[ArgumentLeaves], avals: Sequence[Type]) -> Match:
@@ -265,7 +265,7 @@ def match(tree: TreeDef, types: Sequence[Type], arguments: Sequence[ArgumentLeav
         for n, k in enumerate(places):  # where there are more than arguments, these are like the last
             positions = group[min(n, len(group) - 1)].positions
             sources[k : k + len(positions)] = positions
-        # A single number is too common to be known by its type: it would be donated for another counter.
+        # A single number is too common to be identified by its type: it would be donated for a different counter.
         if len(places) == len(group) and (len(leaf_types) > 1 or leaf_types[0].shape):
             returned.update(i for member in group for i in member.positions)
         if len(group) > 1:

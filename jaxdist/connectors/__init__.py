@@ -1,4 +1,4 @@
-"""Which connector: by name, by address, an object of the user's own, or the launcher's."""
+"""Choose the connector: by name, by address, a user's own object, or the launcher's."""
 
 import importlib.util
 import logging
@@ -69,7 +69,7 @@ def connect(
             raise ValueError(f"unknown connector {name!r}; valid: {', '.join(VALID)}, or an object")
         elif rank is not None or size is not None:
             raise ValueError(
-                f"rank= and size= belong to connector 'tcp://host:port' or 'env://'; {name!r} finds them by itself"
+                f"rank= and size= belong to connector 'tcp://host:port' or 'env://'; {name!r} finds them on its own"
             )
         else:
             found = _MADE_BY[name](timeout)
@@ -79,7 +79,7 @@ def connect(
 
 
 def _refuse_alone(found: Connector, meant: bool) -> None:
-    """Refuse to be alone where something knows of others: each would train by itself, as rank 0."""
+    """Refuse to run alone if JAX or a launcher knows of other processes: each would train alone, as rank 0."""
     rank, size = engines.initialized()
     others = None if meant else launchers.several(os.environ)
     if size > 1:

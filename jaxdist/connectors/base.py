@@ -1,4 +1,4 @@
-"""What a connector is: how the processes of a job find each other."""
+"""The interface of connectors, by which the processes of a job find each other."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from jaxdist.control.channel import Control
 
 @runtime_checkable
 class Connector(Protocol):
-    """How processes find each other. An object of your own with these members fits."""
+    """A way for processes to find each other. Any object with these members works."""
 
     name: str  # for messages
     rank: int  # this process, 0 to size - 1. Rank 0 is the root
@@ -24,7 +24,7 @@ class Connector(Protocol):
 
 @dataclass
 class Found:
-    """Who this process is, as it has found, and a way to have a value of another rank."""
+    """The place of this process in the job, and a way to get any rank's value."""
 
     name: str
     rank: int

@@ -24,7 +24,7 @@ _JAXJOB = ("PROCESS_ID", "NUM_PROCESSES", "COORDINATOR_ADDRESS", "COORDINATOR_PO
 
 
 def engine(env: Mapping[str, str]) -> str | None:
-    """The connector for the engine that has started this process as one of several; None: there is none."""
+    """Return the connector for the engine that started this process as one of several, or None."""
     if "jax" in sys.modules and initialized()[1] > 1:
         return "jax.distributed"
     if any(name in env for name in _TRAINER) and env.get("JAX_NUM_PROCESSES") != "1":
@@ -39,7 +39,7 @@ def engine(env: Mapping[str, str]) -> str | None:
 
 
 def _from_tpu(ask: Callable[[Any], T]) -> T | None:
-    """What JAX says of the TPU slices of this host, or None if there are none."""
+    """Ask JAX about the TPU slices of this host. Returns None if it has none."""
     from jaxdist import compat
 
     try:
@@ -54,7 +54,7 @@ def _from_tpu(ask: Callable[[Any], T]) -> T | None:
 
 
 def tpu(timeout: float) -> Found:
-    """Of the hosts of TPU slices, numbered as the TPU runtime does it."""
+    """Connect the hosts of TPU slices, numbered as in the TPU runtime."""
     port = os.environ.get("JAX_COORDINATOR_PORT")  # as for JAX
     told = _from_tpu(
         lambda cluster: (
@@ -74,7 +74,7 @@ def tpu(timeout: float) -> Found:
 
 
 def kubeflow(timeout: float) -> Found:
-    """Of Kubeflow: jaxdist's ranks meet where JAX's coordinator would have listened."""
+    """Connect the pods of Kubeflow: ranks meet where JAX's coordinator would have listened."""
     env = os.environ
     names = _TRAINER if any(name in env for name in _TRAINER) else _JAXJOB
     need(env, names, "kubeflow", "The controller sets them in each pod")

@@ -1,4 +1,4 @@
-"""Who started this process, and as which of how many: what MPI launchers leave in the environment."""
+"""Find the launcher of this process, its rank, and the size in the variables that MPI launchers set."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jaxdist.connectors import slurm
 from jaxdist.connectors.base import read_int
 
-# What each launcher puts before RANK and SIZE. No other program sets these.
+# The prefix of each launcher's RANK and SIZE. No other program sets these.
 _OWN_NAMES = (
     ("Open MPI", "OMPI_COMM_WORLD_"),  # 4 and 5
     ("MVAPICH", "MV2_COMM_WORLD_"),  # MVAPICH2: mpirun_rsh, and its hydra
@@ -21,8 +21,8 @@ class Launched(NamedTuple):
     """One process of a job, as its launcher sees it."""
 
     by: str  # the launcher, for messages
-    rank: int | None  # of this process; None: the launcher does not say
-    size: int | None  # number of processes; None: the launcher does not say
+    rank: int | None  # of this process, or None if the launcher does not set it
+    size: int | None  # number of processes, or None if the launcher does not set it
     certain: bool  # the variables are of one launcher only. Those of PMI alone may be left over from an outer one
 
 
@@ -45,7 +45,7 @@ def by_mpi(env: Mapping[str, str]) -> Launched | None:
 
 
 def several(env: Mapping[str, str]) -> Launched | None:
-    """What started this process as one of several (or may have); None: it is alone."""
+    """Return the launcher that started (or may have started) this process as one of several, or None."""
     found, step = by_mpi(env), slurm.step(env)
     if found is not None and found.size != 1 and (found.rank, found.size) != (0, None):  # which may be alone
         return found

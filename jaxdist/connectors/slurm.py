@@ -17,7 +17,7 @@ def first_host(nodelist: str) -> str:
     first = re.match(r"(?:[^\[\],]+|\[[^\[\]]+\])+(?=,|$)", nodelist.strip())
     if first is None:
         raise ValueError(f"Slurm host list {nodelist!r}: expected e.g. node[01-04] or a,b,c")
-    return re.sub(r"\[([^-,\]]+)[^\]]*\]", r"\1", first[0])  # of what is in brackets, the first
+    return re.sub(r"\[([^-,\]]+)[^\]]*\]", r"\1", first[0])  # of each bracket, the first number
 
 
 def step(env: Mapping[str, str]) -> tuple[int, int] | None:

@@ -1,1 +1,1 @@
-"""The side channel between the ranks: who is there, who is lost, and the end of a job that lost one."""
+"""The side channel between the ranks: who is present, who is lost, and the end of a job that lost one."""

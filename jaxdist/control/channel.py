@@ -20,7 +20,7 @@ from jaxdist.errors import ControlError
 T = TypeVar("T")
 
 _MAIL, _STOP = "mail", "stop"
-_CHUNK = 1 << 24  # bytes of a broadcast that travel at a time
+_CHUNK = 1 << 24  # bytes of a broadcast that are sent at a time
 _LEAST_PATIENCE, _MOST_PATIENCE = 3.0, 10.0  # seconds; between them the timeout
 _REMIND_SECONDS = 30.0  # until a rank that waits without a limit says so
 _REFUSED_SECONDS = 0.05  # for those who came to hear why there will be no job
@@ -30,8 +30,8 @@ _HAND_OVER_SECONDS = 1.0  # for the last words of a process to be on their way
 class Control(Process):
     """A star of TCP connections with rank 0 as hub.
 
-    One daemon thread per process runs an event loop, and alone touches the connections. What it hears (a failure, a
-    death) it acts on even while the main thread is stuck inside a collective.
+    One daemon thread per process runs an event loop, and alone touches the connections. It reacts to failures
+    and deaths even while the main thread is stuck inside a collective.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Control(Process):
     ):
         super().__init__(rank)
         self.size = size
-        # For a thread of another rank to answer: Python's lock may be held, the host may be swapping.
+        # Time for a thread of a peer to answer: Python's lock may be held, the host may be swapping.
         self.patience = min(_MOST_PATIENCE, max(_LEAST_PATIENCE, timeout))
         self.stopped: dict[int, str] = {}  # who is in a debugger, and where, as it came: the first has the terminal
         self._timeout, self.held_until = timeout, 0.0  # when a rank that was in a debugger may be late
@@ -125,7 +125,7 @@ class Control(Process):
         return payload
 
     def _answer(self, tag: str, timeout: float | None) -> tuple[str, int, Any]:
-        """The hub's, to what was just entered."""
+        """Return the hub's answer to the exchange that was just entered."""
         turns, pause = 0, timeout or _REMIND_SECONDS
         while True:
             with contextlib.suppress(queue.Empty):
@@ -149,7 +149,7 @@ class Control(Process):
         return answer
 
     def listen(self, tag: str, hook: Callable[[int, Any], None]) -> None:
-        """Call a hook with what another rank posts, on the channel's thread: it must not block."""
+        """Call a hook with each value that a rank posts, on the channel's thread: it must not block."""
         self._listeners[tag] = hook
 
     def post(self, tag: str, value: Any, to: int | None = None) -> None:
@@ -172,7 +172,7 @@ class Control(Process):
             self.post(_MAIL, (name, value), to)
 
     def take(self, name: str, rank: int, seconds: float | None) -> Any:
-        """What a rank has left under this name; it is gone then. Raises queue.Empty if it has not come in time."""
+        """Take the value that a rank left under this name. Raises queue.Empty if it does not arrive in time."""
         found = self._box(name, rank).get(timeout=seconds)
         self._mail.pop((name, rank))
         return found
@@ -199,13 +199,13 @@ class Control(Process):
         return moved
 
     def alarm(self, message: str, *, code: int = 1, stacks: bool = False) -> None:
-        """Make every other rank print `message` and end at once; the caller goes on."""
+        """Make every other rank print `message` and end at once; the caller continues."""
         self.alarmed = True
         if self.size > 1 and self.is_owner():
             self._send(("alarm", message, code, stacks), last=True)
 
     def fail(self, message: str) -> None:
-        """End the job, whatever its main threads do; every rank prints `message` and where its main thread is."""
+        """End the job, even if main threads are stuck; every rank prints `message` and where its main thread is."""
         self.end_because_of(message, 0.5, stacks=True)
         self.alarm(message, stacks=True)
 
@@ -272,7 +272,7 @@ class Control(Process):
         self._answers.put(("error", self._number, self._lost))
 
     def deliver(self, message: tuple[Any, ...]) -> None:
-        """Act on what the hub says."""
+        """Act on a message from the hub."""
         match message:
             case "notice", number, tag, rank, entry:
                 self.waiting[rank] = number, tag, entry

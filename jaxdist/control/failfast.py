@@ -17,7 +17,7 @@ from jaxdist.control.process import SAY_SECONDS, within
 from jaxdist.control.stacks import users_line
 from jaxdist.errors import ControlError, in_words, leaves, message_of
 
-# Errors that a rank meets because another one is gone: the cause is known a moment later.
+# Errors that a rank meets because a peer is gone: the cause is known a moment later.
 _AFTERMATH = (jax.errors.JaxRuntimeError, ControlError, ConnectionError)
 _CAUSE_SECONDS = 1.0
 _ALIKE_SECONDS = 3.0  # for the rank of `--debug` to meet an error that this one meets, too

@@ -1,4 +1,4 @@
-"""Rank 0's part of the control channel: it takes what each rank says, and tells the others.
+"""Rank 0's part of the control channel: it receives the ranks' messages, and informs the others.
 
 All of it runs on the thread of the event loop; to send waits for nobody.
 """
@@ -16,7 +16,7 @@ _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EN
 
 
 class Entry(NamedTuple):
-    """Where a rank is that waits in an exchange."""
+    """The place of a rank that waits in an exchange."""
 
     position: int  # calls of steps and eager collectives that it has entered before
     what: str  # names the exchange
@@ -24,14 +24,14 @@ class Entry(NamedTuple):
 
 @dataclass
 class Exchange:
-    """One exchange, by its number: the same on every rank. Who comes late to one that has failed is told as well."""
+    """One exchange, by its number: the same on every rank. Ranks that come after it failed get the failure as well."""
 
     entered: dict[int, tuple[str, Any, Entry]] = field(default_factory=dict)  # by rank: tag, value, place
     failure: str = ""
 
 
 class Hub:
-    """The centre of the star."""
+    """The center of the star."""
 
     def __init__(self, control: Any, links: dict[int, Link]):
         self.control, self.links = control, links  # rank 0's end of the channel (`Control`), links to the others
@@ -41,7 +41,7 @@ class Hub:
         self.all_gone = threading.Event()
 
     async def hear(self, rank: int) -> None:
-        """Take what a rank says until its connection ends."""
+        """Handle a rank's messages until its connection ends."""
         try:
             while True:
                 self.handle(rank, await self.links[rank].receive())
@@ -118,7 +118,7 @@ class Hub:
         )
 
     def where(self, one: Exchange) -> str:
-        """Which rank is at which tag, and who is missing, with hosts and pids."""
+        """Describe which rank is at which tag, and who is missing, with hosts and pids."""
         places: dict[str, list[int]] = {}
         for rank, (_, _, entry) in sorted(one.entered.items()):
             places.setdefault(entry.what, []).append(rank)

@@ -1,4 +1,4 @@
-"""This process as one rank of a job: what it prints, from any thread, and how it ends when the job has failed."""
+"""This process as one rank of a job: its messages, from any thread, and its end when the job has failed."""
 
 import os
 import threading
@@ -16,7 +16,7 @@ _LEAVE_SECONDS = 2.0  # that rank 0 gives the others to end by themselves
 
 
 class Process:
-    """Of one rank."""
+    """The process of one rank."""
 
     def __init__(self, rank: int):
         self.alarmed = False
@@ -29,7 +29,7 @@ class Process:
         self.told_to_end = threading.Event()  # by the others, who say that the job failed
 
     def is_owner(self) -> bool:
-        """Whether the code runs in it, and not in a child that was forked off."""
+        """Check whether the code runs in this process, and not in a forked child."""
         return os.getpid() == self._pid
 
     def say(self, message: str) -> bool:
@@ -45,7 +45,7 @@ class Process:
 
     @property
     def ending(self) -> bool:
-        """Whether the job is known to have failed."""
+        """Check whether the job is known to have failed."""
         return self.alarmed or self.told_to_end.is_set()
 
     def hold(self, *, quiet: bool = False) -> None:
@@ -53,7 +53,7 @@ class Process:
         self._held, self._quiet = True, quiet
 
     def end_because_of(self, message: str, pause: float, stacks: bool = False, code: int = 1) -> None:
-        """Print why, and end this process soon; unless its main thread already sees to that."""
+        """Print why, and end this process soon; unless its main thread already does."""
         if self.ending or not self.is_owner():
             return
         self.code = code
@@ -64,7 +64,7 @@ class Process:
         if self._held:
             return
 
-        # Not on rank 0's watcher itself: it goes on to see the others leave.
+        # Not on rank 0's watcher itself, which continues to watch the others leave.
         def end() -> None:
             if stacks:
                 self.say(f"its main thread is at {main_thread_line()}")
@@ -74,12 +74,12 @@ class Process:
         threading.Thread(target=end, daemon=True).start()
 
     def stay_if_ending(self) -> None:
-        """Do not come back if another thread is about to end this process."""
+        """Do not return if a different thread is about to end this process."""
         while self.told_to_end.is_set() and not self._held and self.is_owner():
             time.sleep(3600)
 
     def depart(self, code: int, *, first: bool = False) -> NoReturn:
-        """End this process now, whatever its main thread does: the first to end when the others had time to print why,
+        """End this process now, even if its main thread hangs: the first to end when the others had time to print why,
         and rank 0 last: it hosts JAX's coordinator, whose loss makes JAX abort the others before they can."""
         if self.wait_gone is not None:
             self.wait_gone(_LEAVE_SECONDS)
@@ -90,7 +90,7 @@ class Process:
 
 
 def within(seconds: float, act: Callable[[], object]) -> bool:
-    """Do something that may block for ever, and go on after a while; whether it was done."""
+    """Do something that may block forever, but wait only `seconds`. Returns whether it was done."""
     helper = threading.Thread(target=act, name="jaxdist-within", daemon=True)
     try:
         helper.start()

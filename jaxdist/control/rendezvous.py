@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet: rank 0 listens, the others find it, and each learns who is there."""
+"""The rendezvous of a job's ranks: rank 0 listens, the others find it, and each gets the list of members."""
 
 import asyncio
 import contextlib
@@ -24,17 +24,17 @@ class Member(NamedTuple):
     ip: str  # the address it is reached at
 
 
-# What a rank holds after the rendezvous: the hub one link per other rank, the others {0: hub}; and who is there.
+# A rank's links after the rendezvous (the hub has one per other rank, the others {0: hub}), and the members.
 Joined = tuple[dict[int, Link], list[Member]]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is written as a loopback address (no look-up: a name may map to 127.0.1.1)."""
+    """Check whether `host` is written as a loopback address (no look-up: a name may map to 127.0.1.1)."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def loopback(host: str) -> str:
-    """The one loopback address that `host` stands for, if it is one: listened at and called alike."""
+    """Replace "localhost" and 127.* with 127.0.0.1, so that ranks listen at and call the same address."""
     return host if not is_loopback(host) or host == "::1" else "127.0.0.1"
 
 
@@ -76,7 +76,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 async def gather(server: socket.socket, size: int, key: bytes, timeout: float, address: str) -> Joined:
-    """Rank 0: take in the other `size - 1` ranks, then tell each of them who is there."""
+    """Accept the other `size - 1` ranks on rank 0, then send each of them the list of members."""
     door = _Door(size, key, timeout)
     listening = await asyncio.start_server(door.let_in, sock=server, backlog=1024, limit=BUFFERED)
     try:
@@ -163,7 +163,7 @@ async def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: 
     limit = asyncio.timeout(timeout)
 
     async def attempt(host: str, port: int) -> tuple[Link, Any] | None:
-        """Return a link and rank 0's answer, which comes when all ranks are there, or None to try again."""
+        """Return a link and rank 0's answer, which comes when all ranks have arrived, or None to try again."""
         nonlocal last, reached
         link = None
         try:
@@ -172,11 +172,11 @@ async def join(addresses: Sequence[tuple[str, int]], rank: int, size: int, key: 
             link.send((rank, size, Member(socket.gethostname(), os.getpid(), _plain(link.sock.getsockname()[0]))))
             if not reached:  # rank 0 names the missing ranks when its own time is up
                 limit.reschedule((limit.when() or 0) + SECONDS)
-            reached, last = True, "rank 0 is there, and another rank did not come"
+            reached, last = True, "rank 0 answers, and a different rank did not come"
             return link, await link.receive()
         except (OSError, EOFError) as error:  # TimeoutError is one
             if reached and isinstance(error, ConnectionRefusedError):
-                ended = f"rank {rank} reached {names}, then rank 0 ended before all ranks were there"
+                ended = f"rank {rank} reached {names}, then rank 0 ended before all ranks had joined"
                 raise ConnectionError(ended) from None
             last = str(error) or "timed out"
             if link is not None:

@@ -1,4 +1,4 @@
-"""Where the main thread of this process is, for the messages of its other threads."""
+"""Find the line that this process's main thread executes, for the messages of other threads."""
 
 import faulthandler
 import re
@@ -12,7 +12,7 @@ from jaxdist.sources import of_the_user
 
 
 def users_line(trace: TracebackType | None) -> str:
-    """File and line of the user's own code where an exception was raised, or from where; "": there is none."""
+    """Return the file and line of the innermost frame in the user's own code, or "" if there are none."""
     for frame, line in reversed(list(traceback.walk_tb(trace))):
         if of_the_user(file := frame.f_code.co_filename):
             return f"{file}:{line}"

@@ -1,4 +1,4 @@
-"""Never a silent hang: a rank that waits too long in a call of a step finds out who has not come, and where it is."""
+"""Never a silent hang: a rank that waits too long in a call of a step finds out who is missing, and where it is."""
 
 import contextlib
 import itertools
@@ -36,7 +36,7 @@ class ActiveCall:
         self.over = self.output is None
 
     def finished(self) -> bool | None:
-        """Whether it has ended; None if that can't be known: its output was donated to another program."""
+        """Check whether it has ended, or return None if unknown: its output was donated to a different program."""
         output = self.output
         if output is not None:
             try:
@@ -53,7 +53,7 @@ class ActiveCall:
 
 
 class _Report(NamedTuple):
-    """Where a rank is."""
+    """The position of a rank."""
 
     position: int  # calls that it has entered
     busy: bool  # whether the newest of a step is not over
@@ -65,7 +65,7 @@ class Watchdog:
     """Watches the calls of this rank, and answers for it when others ask.
 
     A call that was entered longer than `timeout` ago and is not over makes it ask the other ranks over the control
-    channel, whose threads answer whatever the main thread does. If one has not come to that call, and is not merely
+    channel, whose threads answer even if the main thread is stuck. If one is missing from that call, and is not merely
     slow in a call in which this rank has been too, the job ends, with a message that names it; every rank that still
     can prints it and its own stack. If all have come (a long compilation, a slow step), a line says so.
     """
@@ -90,7 +90,7 @@ class Watchdog:
         return self._newest is not None and bool(self._newest.finished() and self._newest.error)
 
     def whereabouts(self, ranks: Collection[int], position: int = 0) -> str | None:
-        """Where ranks are that do not come, to a call of the ledger if one is given; asks them."""
+        """Ask missing ranks where they are. `position`: the call of the ledger that they should have entered, or 0."""
         reports = self._ask({0, *ranks} - {self._control.rank})
         if self._control.rank > 0 and 0 not in reports and not reports.keys() >= set(ranks):
             ranks = [0]  # the others' answers would come through it

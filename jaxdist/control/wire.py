@@ -70,11 +70,11 @@ class Link:
 
     @property
     def ended(self) -> bool:
-        """Whether the other end has closed it, and nothing is left to read."""
+        """Check whether the other end has closed it, and nothing is left to read."""
         return self._reader.at_eof()
 
     def close(self) -> None:
-        """Send what is left, and end it."""
+        """Send the remaining data, and end it."""
         self._writer.close()
 
 
@@ -96,7 +96,7 @@ def job_key(host: str, name: str) -> bytes:
 
 
 def _kept(path: Path) -> bytes:
-    """The secret in a file; a new one, unless another process is faster: whole when it appears."""
+    """Return the secret in a file. Creates the file, whole when it appears, unless a parallel process is faster."""
     if not path.exists():
         path.parent.mkdir(mode=0o700, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent) as draft:  # for this user alone

@@ -24,7 +24,7 @@ def evaluate(step: Callable[..., Any], *arguments: Any) -> Any:
     Args:
       step: a decorated function ``(*state, batch) -> sums`` (in one process, ``jax.jit`` works too). `sums` is a pytree
         of arrays of 32 bits or more, which are added in float64 or int64.
-      *arguments: the arguments of the step, and last a `jaxdist.loader`, of which one epoch is read, or an iterable of
+      *arguments: the arguments of the step, and last a `jaxdist.loader`, read for one epoch, or an iterable of
         as many batches on every rank.
 
     Returns:

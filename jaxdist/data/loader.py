@@ -44,7 +44,7 @@ def loader(
 ) -> "Loader":
     """Read this rank's rows of each batch of a data set. Every process makes the same loader.
 
-    An epoch is one order of all examples, and a step takes the next `batch_size` of them, whatever the number of ranks
+    An epoch is one order of all examples, and a step takes the next `batch_size` of them, with any number of ranks
     and devices: each rank gets its rows (`jaxdist.Context.rows`). Each ``for`` loop runs the next epoch.
 
     Args:
@@ -59,7 +59,7 @@ def loader(
         smaller last batch.
       transform: ``example -> example``, or ``(example, rng) -> example`` with a ``numpy.random.Generator`` that differs
         for each example and epoch.
-      workers: the number of processes that read and transform, with pickled copies of both; 0: this process does.
+      workers: the number of processes that read and transform, with pickled copies of both. With 0, this process does.
       prefetch: the number of batches (per worker) to read ahead.
       mesh: see `jaxdist.parallel`. Processes that differ only along axes other than data read the same examples.
 

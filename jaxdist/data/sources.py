@@ -148,6 +148,6 @@ def stacked(examples: list[tuple[int, Any]], count: int) -> Any:
 
 
 def _shapes(example: Any) -> str:
-    """Show shapes beside the leaves' paths, since a node of the user's own may refuse to hold them."""
+    """Show shapes next to the leaves' paths, since a node of the user's own may refuse to hold them."""
     leaves = jax.tree_util.tree_leaves_with_path(example)
     return ", ".join(f"{jax.tree_util.keystr(path)} {np.shape(x)}".lstrip() for path, x in leaves) or repr(example)

@@ -1,1 +1,1 @@
-"""What a step takes on devices that need not be here, and on which mesh it takes least. Nothing is sent or compiled."""
+"""Forecast a step's cost on devices that need not be here, and find the fastest mesh. Nothing is sent or compiled."""

@@ -1,4 +1,4 @@
-"""A step's program for devices that need not be here: what a device holds, computes and sends."""
+"""A step's program for devices that need not be here: the memory, work and messages of a device."""
 
 import functools
 import itertools
@@ -48,7 +48,7 @@ class Times:
 
 @dataclass(frozen=True, eq=False)
 class Ahead:
-    """A step for devices that need not be here: what a device holds, computes and sends."""
+    """A step for devices that need not be here: the memory, work and messages of a device."""
 
     program: Program
 
@@ -136,7 +136,7 @@ def _held_at_once(jaxpr: Jaxpr) -> int:
     """Bound the bytes that a program holds at once, without its arguments; a loop counts as one iteration."""
     eqns = live(jaxpr)
     last_use = last_uses(eqns, jaxpr.outvars)
-    change = [0] * (len(eqns) + 1)  # in bytes, at each equation; the last entry is what the results free
+    change = [0] * (len(eqns) + 1)  # in bytes, at each equation; the last entry is for values that are held to the end
     for k, eqn in enumerate(eqns):
         for v in () if eqn.primitive.name in _FUSED else last_use.keys() & set(eqn.outvars):
             change[k] += _bytes(v.aval)

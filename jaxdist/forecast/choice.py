@@ -65,7 +65,7 @@ class Forecast:
             cut = choose_cut(avals[i].shape, data_size(mesh))
             layouts[i] = layouts[i] or (cut and layout_with(cut))
         ahead = Ahead(self._cache.make(trace, signature, avals, layouts, mesh, "xla"))
-        _ = ahead.program.placed.emitted  # what it can't be placed for is an error here
+        _ = ahead.program.placed.emitted  # raises here if it can't be placed
         return ahead
 
 
@@ -103,7 +103,7 @@ class ChosenMesh(NamedTuple):
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A mesh for a step, and what the step takes on it."""
+    """A mesh for a step, and the step's time and memory on it."""
 
     forecast: Forecast
     ms: float  # of a step

@@ -259,7 +259,7 @@ class Interpreter:
 
 
 def last_uses(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> dict[Any, int]:
-    """Map each variable to the position of its last use; that of results comes after all."""
+    """Map each variable to the position of its last use; results are used after all equations."""
     uses = (*(eqn.invars for eqn in eqns), results)
     return {v: k for k, atoms in enumerate(uses) for v in atoms if not isinstance(v, Literal)}
 

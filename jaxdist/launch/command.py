@@ -1,6 +1,6 @@
 """One command of a job: started so that it can't outlive the job, sent signals, and how it has ended.
 
-It leads a session of its own, so that what it started ends with it, and asks the kernel for a signal when this process
+It leads its own session, so that processes it started end with it, and asks the kernel for a signal when this process
 dies, so that even SIGKILL here leaves no orphans.
 """
 
@@ -17,7 +17,7 @@ import psutil
 
 from jaxdist.launch.output import LineFilter, Pump
 
-# What a rank has left behind has as long to end by SIGTERM (some of it cleans up what is shared), then by SIGKILL.
+# Time for processes that a rank left behind to end by SIGTERM (some clean up shared things), then by SIGKILL.
 _LEFT_S = 1.0
 _GONE = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
@@ -94,7 +94,7 @@ class Command:
     is_mpirun: bool = False
 
 
-# What the command line of a rank begins with that mpirun starts.
+# The beginning of the command line of a rank that mpirun starts.
 UNDER_MPIRUN = (sys.executable, "-I", "-S", "-c", _UNDER_MPIRUN)
 
 
@@ -127,14 +127,14 @@ class Child:
         return None
 
     def is_stuck(self) -> bool:
-        """Check whether it is an mpirun that has not noticed that all its children ended."""
+        """Check whether it is an mpirun that missed the end of all its children."""
         with contextlib.suppress(psutil.NoSuchProcess):
             children = psutil.Process(self.process.pid).children() if self._is_mpirun else []
             return bool(children) and all(child.status() in _GONE for child in children)
         return False
 
     def ask_to_end(self, number: signal.Signals) -> None:
-        """Send it, and what it has started, the signal by which it may end in its own time."""
+        """Ask it and the processes it started, by a signal, to end in their own time."""
         interrupts = number == signal.SIGINT
         if self._is_mpirun:
             os.kill(self.process.pid, _INTERRUPT if interrupts else _ASK_TO_END)  # its group may have no handler for it
@@ -142,13 +142,13 @@ class Child:
             self.send(number if interrupts else signal.SIGTERM)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to it and to what it has started, so far as that has not left its group."""
+        """Send a signal to it and to the processes it started that are still in its group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
 
 def end_sessions(leaders: Collection[Child]) -> None:
-    """Ends what a rank itself started and left behind, also what left its group, as mpirun's ranks and its ssh do."""
+    """End processes that a rank left behind, even outside its group, where mpirun's ranks and its ssh are."""
     sessions = {child.process.pid for child in leaders}
 
     def left() -> set[int]:

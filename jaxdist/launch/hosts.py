@@ -1,5 +1,5 @@
-"""Which hosts a job runs on, with how many ranks each: `--hosts`, and the host files of Open MPI and of MPICH; whether
-they are there for mpirun, and what they get of this environment."""
+"""The hosts of a job, with the number of ranks on each: `--hosts`, and the host files of Open MPI and of MPICH; whether
+they answer, and the variables that they get from this environment."""
 
 import os
 import re
@@ -24,7 +24,7 @@ _ANSWER_S = 30.0  # for a login shell and a first Python from a slow disk
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _PROBE = "import importlib.util, sys; sys.exit(not importlib.util.find_spec('jaxdist') and 'no jaxdist in this Python')"
 
-# What a program sees of this shell on every host. CUDA_VISIBLE_DEVICES and the like are each host's own.
+# Variables of this shell that a program sees on every host. CUDA_VISIBLE_DEVICES and the like are each host's own.
 _FORWARDED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "NPROC", "PJRT_NPROC")
 _FORWARDED_FAMILIES = ("JAX", "XLA_", "NCCL_", "TF_CPP_", "PYTHON", "OMP_", "OPENBLAS_", "MKL_", "MPI4PY_", "MPI4JAX_")
 
@@ -42,7 +42,7 @@ class Host:
 
     @property
     def local(self) -> bool:
-        """Whether it is this machine."""
+        """Check whether it is this machine."""
         own_name = socket.gethostname()
         return is_loopback(self.name) or self.name.split(".")[0] == own_name.split(".")[0]
 
@@ -54,7 +54,7 @@ def parse_hosts(entries: Iterable[str]) -> list[Host]:
         match = _LINE.fullmatch(entry)
         slots = int(match["after_colon"] or match["slots"] or 1) if match else 0
         if match is None or slots < 1 or match["name"] in hosts:
-            raise ValueError(f"{entry!r} is not a host with its slots, or one that is there twice; expected {_FORMS}")
+            raise ValueError(f"{entry!r} is not a host with its slots, or is listed twice; expected {_FORMS}")
         hosts[match["name"]] = Host(match["name"], slots)
     if not hosts:
         raise ValueError(f"no host is named; expected {_FORMS}")
@@ -94,7 +94,7 @@ def _problems(hosts: Sequence[Host]) -> dict[str, str]:
 
 
 def _probe(host: str) -> str:
-    """What is wrong with a host; "": nothing."""
+    """Describe the problem of a host, or return "" if it has none."""
     python = shlex.join(["env", f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}", sys.executable, "-c", _PROBE])
     command = [*_SSH, host, f"cd {shlex.quote(str(Path.cwd()))} && exec {python}"]
     try:

@@ -62,10 +62,10 @@ def launch(
 ) -> Ended:
     """Run a job to its end, from the main thread."""
     # N processes with a thread per core each would fight for the cores. XLA's CPU client reads PJRT_NPROC, not
-    # OMP_NUM_THREADS. What the user has set stays.
+    # OMP_NUM_THREADS. The user's own values stay.
     threads = {} if size == 1 or (mpirun and hosts) else dict.fromkeys(_THREADS, str(max(1, cores() // size)))
     environment = {
-        # For a debugger: mpirun does not read a terminal of which it is not the foreground job.
+        # For a debugger: mpirun reads a terminal only as its foreground job.
         **({"JAXDIST_TERMINAL": os.ttyname(0)} if os.isatty(0) and (not hosts or hosts[0].local) else {}),
         "JAXDIST_CONNECTOR": "env://" if mpirun is None else "mpi",
         # Python orders a set of strings anew in each process: a step that loops over one differs between ranks.

@@ -71,13 +71,13 @@ class Mpirun:
             # With the rank before each line in MPICH's way, where Open MPI has written its own.
             line_filter=functools.partial(_TAG.sub, rb"[\1] ") if prefix else bytes,
             # Of its daemons on other hosts it has to take leave. Here its ranks end with it; and Linux would send a
-            # SIGTERM for each of its threads, at the second of which Open MPI leaves its ranks alone.
+            # SIGTERM for each of its threads; at the second one, Open MPI leaves its ranks alone.
             death_signal=signal.SIGTERM if hosts else signal.SIGKILL,
         )
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 

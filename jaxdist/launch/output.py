@@ -1,4 +1,4 @@
-"""What a job writes, passed on line by line; and what the launcher says itself.
+"""The output of a job, passed on line by line, and the launcher's own messages.
 
 Whoever reads it may pause (`less`, Ctrl-S) or be stuck. Then a rank waits that writes more, as it would without a
 launcher; the launcher itself never does: it has to hear of signals and of ranks that end.
@@ -21,9 +21,9 @@ LineFilter = Callable[[bytes], bytes]
 
 _LONGEST = 1 << 20  # bytes of a line; a longer one is passed on in parts
 _RULE = b"-" * 74 + b"\n"  # above and below what prterun says, which is passed on in one piece
-_PROMPT_MS = 100  # that a line has to end, before a person at a terminal sees it as it is; in a file no lines mix
+_PROMPT_MS = 100  # that a line has to end, before a terminal shows it unfinished; in a file no lines mix
 NOT_WRITTEN = 120  # the exit code of a Python that can't write its output
-_SAY_S = 1.0  # that a word of our own may take before we go on without it
+_SAY_S = 1.0  # that a message of our own may take before we continue without it
 _locks: dict[tuple[int, int], threading.Lock] = {}
 
 
@@ -41,7 +41,7 @@ class Pump(threading.Thread):
     def run(self) -> None:
         # If nobody will read any more, the process shall see it as if it had written there itself.
         with contextlib.suppress(OSError), self._source:
-            begun, out, data = b"", False, b"-"  # what has no end yet; whether the start of a line is out
+            begun, out, data = b"", False, b"-"  # a line without its end; whether its start is out
             number, poll = self._source.fileno(), select.poll()
             poll.register(number, select.POLLIN)
             while data:
@@ -75,14 +75,14 @@ def say(text: str) -> None:
     """A line of our own."""
 
     def speak() -> None:
-        with contextlib.suppress(OSError, ValueError):  # nobody is there
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it
             write(sys.stderr, f"jaxdist: {text}\n".encode())
 
     within(_SAY_S, speak)
 
 
 def write(target: TextIO | None, lines: bytes) -> None:
-    """In one piece: lines of several ranks don't mix."""
+    """Write lines in one piece, so that several ranks' lines don't mix."""
     if target is None:  # a closed one
         return
     buffer = getattr(target, "buffer", None)
@@ -100,5 +100,5 @@ def write(target: TextIO | None, lines: bytes) -> None:
         while view:
             try:
                 view = view[os.write(number, view) :]
-            except BlockingIOError:  # a terminal that a program beside this one has set so
+            except BlockingIOError:  # a terminal that a different program has set so
                 select.select([], [number], [])

@@ -10,14 +10,14 @@ from typing import NamedTuple
 from jaxdist.launch.command import Child, Command, end_sessions
 from jaxdist.launch.output import NOT_WRITTEN, Pump, say
 
-# So long a command that failed has to say because of which one, and that one to end, before it is taken for the first.
+# Time for a failed command to name the one that caused it, and for that one to end, before it counts as the first.
 _HEARD_S = 0.3
-# What is left of a job so long after the first sign of a failure is killed: it may be stuck in a collective. After the
-# user's own signal it has longer, to write a checkpoint.
+# Time from the first sign of a failure until remaining ranks are killed: they may be stuck in a collective. After the
+# user's own signal they have longer, to write a checkpoint.
 _FAILURE_GRACE_S = 3.0
 _SIGNAL_GRACE_S = 10.0
-# So long the last lines of a job that failed wait for somebody to read them; those of others as long as it takes. What
-# a rank started and left behind may hold a pipe open, too.
+# Time for somebody to read the last lines of a failed job; other jobs wait as long as it takes. Processes that a rank
+# started and left behind may hold a pipe open, too.
 _UNREAD_S = 3.0
 _LOOK_S = 0.02
 _STUCK_S = 2.0  # between two looks; each looks at all processes of the machine
@@ -25,8 +25,8 @@ _STUCK_S = 2.0  # between two looks; each looks at all processes of the machine
 ENDED_EARLY = "ended with exit code 0 before its part was done (os._exit?)"
 _HINTS = {128 + signal.SIGKILL: " (SIGKILL: the system ran out of memory?)"}
 
-# What a rank prints before it ends because another rank failed (`jaxdist.control`), or because the ranks make different
-# calls (each prints that, and none is the first); and what Open MPI prints when it has lost a host. It would wait
+# Lines that a rank prints before it ends because a different one failed (`jaxdist.control`), or because the ranks make
+# different calls (each prints that, and none is the first); and Open MPI's line when it has lost a host. It would wait
 # forever for the other half to confirm.
 _CAUSE = re.compile(
     rb"\[jaxdist rank \d+\] ((rank \d+) \([^)]*, pid \d+\)"
@@ -34,7 +34,7 @@ _CAUSE = re.compile(
     rb"|.*(?:the ranks make different calls|has finished after|not every rank has come).*)"
     rb"|(PRTE has lost communication.*)"
 )
-# What prterun prints of a rank that ended in its own way. (`--quiet`, which its text offers, is no option of mpirun's.)
+# prterun's report of a rank that ended in its own way. (Its text offers `--quiet`, which mpirun does not have.)
 _ECHO = re.compile(
     rb"-{74}\nprterun (?:has exited due|detected that one or more processes exited)(?:.*\n)*?"
     rb"(?: +Process name: \[\S*,(\d+)\]\n.*\n)?-{74}\n"
@@ -42,7 +42,7 @@ _ECHO = re.compile(
 
 
 class Ended(NamedTuple):
-    """How a job has ended: its exit code as of a shell, and the command that failed first; "": none, or by a signal."""
+    """The end of a job: its exit code as of a shell, and the command that failed first ("" if none, or by a signal)."""
 
     code: int
     failed: str
@@ -55,7 +55,7 @@ class Job:
     def __init__(self, commands: Sequence[Command]):
         self._commands = commands
         self._children: dict[str, Child] = {}
-        self._running: dict[str, Child] = {}  # those that have not ended
+        self._running: dict[str, Child] = {}  # those still running
         self._failed: dict[str, int] = {}  # exit codes, in the order in which they were seen
         self._cause = self._failing = ""  # the first cause of a failure that a line names, and its rank
         self._heard, self._asked = list[int](), False  # signals; whether one has come
@@ -64,7 +64,7 @@ class Job:
         """Run the commands to their end, from the main thread."""
         # When one fails the others are ended within seconds. SIGINT, SIGTERM and SIGHUP are passed on, unless they were
         # ignored; a second one ends the job at once. If output is lost the exit code is `NOT_WRITTEN`.
-        # What is ignored stays ignored, here and in the ranks: `nohup`, a shell's job in the background.
+        # Ignored signals stay ignored, here and in the ranks: `nohup`, a shell's job in the background.
         signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         caught = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, lambda number, _: self._heard.append(number)) for number in caught}
@@ -117,7 +117,7 @@ class Job:
             codes = {name: child.exit_code() for name, child in self._running.items()}
             self._running = {name: child for name, child in self._running.items() if codes[name] is None}
             self._failed.update({name: code for name, code in codes.items() if code})
-            # With the network gone mpirun waits for its other half, and for what a killed rank had started: for ever.
+            # Without the network, mpirun waits forever for its other half, and for processes of a killed rank.
             if (self._failed or self._cause) and not self._asked:
                 decide_at, kill_at = min(decide_at, now + _HEARD_S), min(kill_at, now + _FAILURE_GRACE_S)
             if self._failed and ended is None and now >= decide_at:
@@ -153,7 +153,7 @@ class Job:
             cause = (match[1] or match[3]).decode(errors="replace")
             if not self._cause:
                 self._cause, self._failing = cause, (match[2] or b"").decode()
-            elif self._cause in cause:  # of ranks of which none is the first: again, with the line of one
+            elif self._cause in cause:  # no rank is the first: again, with the line of one
                 self._cause = cause
         if b"prterun" in lines and (match := _ECHO.search(lines)):
             self._failing = self._failing or (f"rank {int(match[1])}" if match[1] else "")

@@ -1,6 +1,6 @@
 """`spawn`: run a function on several ranks of this machine, from Python: a notebook's cell, a script, a test.
 
-What ranks are sent and send back goes through files in a folder of the user's own: results of any size have room there.
+Arguments and results go through files in a folder of the user's own: results of any size have room there.
 """
 
 import io
@@ -90,7 +90,7 @@ def spawn(
             '`if __name__ == "__main__":`)'
         )
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("jaxdist.spawn was called in another thread than the main one, where Ctrl-C does not arrive")
+        raise RuntimeError("jaxdist.spawn was called outside the main thread, where Ctrl-C does not arrive")
     with tempfile.TemporaryDirectory(prefix="jaxdist-spawn-") as name:
         folder = Path(name)
         _write_task(folder, fn, tuple(args), dict(kwargs or {}))
@@ -103,19 +103,19 @@ def spawn(
             if missing := [file.name.removeprefix("result of ") for file in files if not file.exists()]:
                 raise _error(folder, missing[0], ENDED_EARLY, n)
             return [pickle.loads(file.read_bytes()) for file in files]
-        if not ended.failed:  # a signal that came to this process, and went on to the ranks
+        if not ended.failed:  # a signal to this process, which passed it on to the ranks
             signal.raise_signal(ended.code - 128)
         raise _error(folder, ended.failed, ended.ending, n)
 
 
 def _write_task(folder: Path, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What the ranks are to call, and the settings of JAX of this process."""
+    """Write the call for the ranks to make, and the settings of JAX of this process."""
     buffer = io.BytesIO()
     try:
         Pickler(buffer).dump((fn, args, kwargs))
     except Exception as error:
         raise TypeError(
-            f"jaxdist.spawn can't send {name_of(fn)!r}, or what it refers to, to the ranks: "
+            f"jaxdist.spawn can't send {name_of(fn)!r}, or an object it refers to, to the ranks: "
             f"{error}. Make such things inside the function"
         ) from error
     settings = compat.settings()
@@ -130,11 +130,11 @@ def _write_task(folder: Path, fn: Callable[..., Any], args: tuple[Any, ...], kwa
 
 
 def _error(folder: Path, name: str, ending: str, n: int) -> BaseException:
-    """What to raise for a job that failed: the error of the rank that did first."""
+    """Return the exception for a job that failed: the error of the rank that failed first."""
     try:
         summary, trace, pickled = pickle.loads((folder / f"error of {name}").read_bytes())
     except Exception:  # there is none, or not the whole of it
-        return RuntimeError(f"{name} of {n} {ending}, without an exception; what it printed may say more")
+        return RuntimeError(f"{name} of {n} {ending}, without an exception; its output may say more")
     try:
         error = pickle.loads(pickled)
     except Exception:  # of a type that only the ranks know, or that pickles and does not unpickle
@@ -146,14 +146,14 @@ def _error(folder: Path, name: str, ending: str, n: int) -> BaseException:
 
 
 def main(folder: str) -> None:
-    """One rank: joins the job, calls the function, and writes down what it returns or raises."""
+    """Run one rank: join the job, call the function, and write down its result or error."""
     ctx: Context | None = None
     try:
         with Path(folder, "task").open("rb") as file:
             settings, cells = pickle.load(file)
             compat.use_settings(settings)
             linecache.cache.update(cells)
-            ctx = init()  # before arrays of JAX are made of what was sent
+            ctx = init()  # before JAX makes arrays from the data
             signal.signal(signal.SIGINT, signal.default_int_handler)
             fn, args, kwargs = pickle.load(file)
         result = None

@@ -38,7 +38,7 @@ _log = logging.getLogger("jaxdist")
 class _Entry:
     step: int
     metrics: dict[str, Any]
-    ended: float = 0.0  # time at which its arrays were seen to be ready, by `time.monotonic`
+    ended: float = 0.0  # time at which its arrays were found ready, by `time.monotonic`
 
 
 class RunLog:

@@ -38,7 +38,7 @@ class Verify:
 
         Returns:
           A `Verified`, the same on every rank: true if they are equal. Otherwise it names the results that differ and
-          the first operation, with your line, whose results on the devices are no slices or summands of the step's; or,
+          the first operation, with your line, whose device results are not slices or summands of the step's; or,
           with ``equal=None``, an operation that has no exact counterpart. ``print`` it.
 
         Raises:

@@ -1,6 +1,6 @@
 """Placements: how the devices hold each value of a step, inferred and then emitted as one device's program.
 
-Four rooms, each of which knows those before it: `model`, what values and operations are; `rules`, the strategies of an
+Four rooms, each aware of those before it: `model`, facts about values and operations; `rules`, the strategies of an
 operation; `search`, which chooses among them; `emit`, which writes the program. Between rules and search stands
 `propagate`, which places a block. CONTRIBUTING.md follows a step through them.
 """

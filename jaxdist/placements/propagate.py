@@ -1,4 +1,4 @@
-"""Propagation over one axis: placements of values, strategies of operations, and what is sent."""
+"""Propagation over one axis: placements of values, strategies of operations, and messages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,11 +22,11 @@ def propagate(
     Operations are visited once, in order, as in `jax.core.eval_jaxpr`; the environment holds placements. For four
     devices, with ``x`` of the batch and ``w`` on every device::
 
-        value            placement     operation                  what it takes, and what is sent
+        value            placement     operation                  operands, and messages
         x: f32[8,3]      Split(0)
         w: f32[3,2]      Replicated
-        y: f32[8,2]      Split(0)      y = dot_general x w        x as it is, w as it is
-        s: f32[2]        Partial       s = reduce_sum[axes=0] y   y as it is: each device has a summand
+        y: f32[8,2]      Split(0)      y = dot_general x w        x unchanged, w unchanged
+        s: f32[2]        Partial       s = reduce_sum[axes=0] y   y unchanged: each device has a summand
         r: f32[2]        Replicated    r = exp s                  s whole: Message(all-reduce, 8 bytes)
 
     A padded row starts as a copy of the last real one, and strategies put nothing else into padding than what real rows
@@ -37,7 +37,7 @@ def propagate(
       block: the operations.
       in_placements: the placement of each input.
       may_stay_partial: outputs that a surrounding loop adds up.
-      choice: alternatives to take in place of the defaults.
+      choice: alternatives to take instead of the defaults.
     """
     ctx = RuleContext(infer, block, may_stay_partial, choice)
     messages = _Messages(ctx)
@@ -57,7 +57,7 @@ def propagate(
             messages.sent_by(node, strategy)
         for k, (i, placement) in enumerate(zip(node.outs, strategy.out_placements, strict=True)):
             ctx.placements[i] = placement
-            if strategy.out_forms:  # brought into a form at once: slices of a sum, in place of the weight
+            if strategy.out_forms:  # converted at once, as when slices of a sum are sent instead of a weight
                 resolved, why = strategy.out_forms[k], strategy.why_sent
             else:
                 resolved, why = ctx.once_made(i, placement), ""
@@ -133,7 +133,7 @@ class _Messages:
         self._present: set[tuple[int, Form, bool]] = set()  # values in forms that devices have from earlier messages
 
     def sent_by(self, node: Node, strategy: Strategy) -> None:
-        """Record what an operation sends itself."""
+        """Record the messages that an operation sends itself."""
         self.all += [
             Message(node, s.kind, s.bytes, s.of_state, strategy.why, True, times=s.times, reshards=False)
             for s in strategy.sends

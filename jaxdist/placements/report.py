@@ -110,7 +110,7 @@ def warning(over: Sequence[Propagation]) -> str:
 
 
 def _is_slow(row: Row) -> bool:
-    """Check whether a row is worth a warning: work that the user can avoid, and has not asked for."""
+    """Check whether a row is worth a warning: work that the user can avoid, and did not ask for."""
     if row.what == "repeated":
         return row.axis != MODEL and row.share > _WORTH_SAYING  # the model axis has no examples to divide
     if row.why == IN_PLACE or row.operation in ("shard_map", "jaxdist_own_code"):

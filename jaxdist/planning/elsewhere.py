@@ -201,7 +201,7 @@ def _compiled(lowered: Any, platform: str, too_large: bool) -> Any:
         with streams.silenced(2) if platform == "cuda" else contextlib.nullcontext():
             return lowered.compile()
     try:
-        # Of a program that does not fit, XLA for TPUs says what it takes only if told to go on.
+        # XLA for TPUs reports the memory of a program that does not fit only if allowed to continue.
         with streams.silenced(2):
             return lowered.compile({"xla_tpu_no_crash_on_oom": True})
     except jax.errors.JaxRuntimeError as error:

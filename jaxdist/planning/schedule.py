@@ -64,7 +64,7 @@ def _turns(loop: Instruction, body: list[Instruction], computations: Computation
         return 1
     found = [_constant(carry.operands[int(index)], outside) for index in counters if index]
     starts = [start for start in found if start is not None]
-    # An integer of 64 bits is two of 32 on TPUs, the upper of which is 0.
+    # A 64-bit integer is two 32-bit integers on TPUs, and the upper one is 0.
     return max(1, max(limits) - max(starts)) if starts and len(starts) == len(found) else 1
 
 
@@ -78,17 +78,17 @@ def _constant(name: str, body: Mapping[str, Instruction]) -> int | None:
 
 
 class _Message(NamedTuple):
-    """What an instruction sends."""
+    """The message that an instruction sends."""
 
     kind: str
     type: str  # of its results
     groups: Groups
-    started: bool = False  # whether the type is that of the start of an operation, which has the operands' too
-    ends_later: bool = False  # whether another instruction ends it
+    started: bool = False  # whether the type belongs to the start of an operation, which has the operands' too
+    ends_later: bool = False  # whether a different instruction ends it
 
 
 def _message(one: Instruction, computations: Computations, devices: int) -> _Message | None:
-    """Return what an instruction sends, or starts to send: itself, or by the only collective that it wraps."""
+    """Return the message that an instruction sends, or starts: its own, or its only wrapped collective's."""
     if one.opcode == "recv" and (transfer := one.attribute(r'_xla_megascale_transfer_type="(\w+)"')):
         part = _parts(one.type)[0]
         return _Message(_BETWEEN_SLICES.get(transfer, "permute"), part, _across_slices(one, devices), ends_later=True)
@@ -97,7 +97,7 @@ def _message(one: Instruction, computations: Computations, devices: int) -> _Mes
     wrapped = [inner for name in called for inner in computations.get(name, ()) if inner.kind]
     own = wrapped[0] if len(wrapped) == 1 else one
     begins = _FUSED.match(one.name) is not None
-    if not own.kind or (fused and "chain_id=" in own.rest and not begins):  # it only goes on, or ends
+    if not own.kind or (fused and "chain_id=" in own.rest and not begins):  # it only continues, or ends
         return None
     groups, kind = own.groups or (tuple(range(devices)),), own.kind
     if fused and kind == "all-reduce" and called[0].startswith("all-reduce-scatter"):

@@ -1,1 +1,1 @@
-"""Whether the program of the devices is the step: both are evaluated in a finite field."""
+"""Check whether the program of the devices is the step: both are evaluated in a finite field."""

@@ -30,7 +30,7 @@ Value = Any  # an array, or a `Pair`
 
 
 class Point(NamedTuple):
-    """Where programs are evaluated."""
+    """A point at which programs are evaluated."""
 
     order: np.ndarray  # of numbers, see `field.drawn_order`
     xs: Sequence[Value]  # the arguments
@@ -38,15 +38,15 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Verified:
-    """What `jaxdist.verify` has found; true if the program is the step, and prints as text."""
+    """The result of `jaxdist.verify`; true if the program is the step, and prints as text."""
 
     equal: bool | None  # None: not compared, for the reason in `unchecked`
     operations: int  # of the step that were compared
     points: int  # at which
     results: tuple[str, ...] = ()  # those that differ
-    operation: str = ""  # the first one whose results on the devices are no slices or summands of the step's, if found
+    operation: str = ""  # the first one whose results on the devices are not slices or summands of the step's, if found
     line: str = ""  # of the user, where it stands
-    placement: str = ""  # what each device should hold of its result
+    placement: str = ""  # how each device should hold its result
     unchecked: str = ""  # an operation that is not evaluated in the field, and its line
 
     @property
@@ -77,7 +77,7 @@ def verified(
 
     Args:
       placed: the step, and its program.
-      whole: the leaves of the arguments that are no floats.
+      whole: the leaves of the arguments that are not floats.
       count: the number of points.
       strict: see `Evaluator`.
       on_all: returns the results that differ on any rank, given those that differ on this one.
@@ -111,7 +111,7 @@ def _at_points(
 
 
 def points(avals: Sequence[Any], whole: Sequence[Any], count: int) -> Iterator[Point]:
-    """Yield random arguments of these types; `whole` has those that are no floats, which stay as they are."""
+    """Yield random arguments of these types; `whole` has those that are not floats, which stay unchanged."""
     for seed in range(count):
         # Of two points in a row the second has the reverse order: a constant is above zero at one of them.
         order = field.drawn_order(np.random.default_rng(seed // 2), reverse=seed % 2 == 1)
@@ -122,7 +122,7 @@ def points(avals: Sequence[Any], whole: Sequence[Any], count: int) -> Iterator[P
 
 
 def compared(f: Callable[..., Any], g: Callable[..., Any], args: Sequence[Any], count: int, strict: bool) -> Verified:
-    """Compare a function that XLA divides, if its arguments are sharded, with another one on a device."""
+    """Compare a function that XLA divides, if its arguments are sharded, with a different one on one device."""
     leaves = jax.tree.leaves(args)
     traced = [jax.make_jaxpr(function, return_shape=True)(*args) for function in (g, f)]
     programs, shapes = zip(*traced, strict=True)
@@ -172,7 +172,7 @@ class Comparison:
         self._parts = jax.jit(self._run)
 
     def differing(self, point: Point) -> list[int]:
-        """Return the results, by number, whose parts on this process's devices are not those of the step's."""
+        """Return the results, by number, whose parts on this process's devices differ from the step's."""
         layouts = zip(self.placed.layouts, point.xs, strict=True)
         with jax.enable_x64(True):
             wanted = self._step(*point)
@@ -278,7 +278,7 @@ class _Recorder(Emitter):
 
 
 def first_difference(comparison: Comparison, point: Point, results: Sequence[str]) -> Verified:
-    """Follow the step through the axes of its mesh to the first operation whose parts are not those of the step's."""
+    """Follow the step through the axes of its mesh to the first operation whose parts differ from the step's."""
     differ = Verified(False, _count(comparison.placed.step.jaxpr), 1, tuple(results))
     for recorder, are_held in comparison.recorded:
         with jax.enable_x64(True):

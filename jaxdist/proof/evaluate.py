@@ -113,7 +113,7 @@ class Evaluator:
         return [constrained(x, to) if isinstance(to, jax.sharding.Sharding) else x for x, to in pairs]
 
     def bind(self, eqn: JaxprEqn, xs: Sequence[Any], **changed: Any) -> Sequence[Any]:
-        """Bind an operation as it is, to numbers of the field in the place of floats."""
+        """Bind an operation unchanged, to numbers of the field instead of floats."""
         none = {k: None for k in ("sharding", "out_sharding", "wire") if k in eqn.params}
         # What XLA divides gets no help: slices beyond an end are where it is wrong.
         return compat.bind(eqn, {**eqn.params, **none, **changed}, xs, in_bounds=not self.divides)

@@ -68,7 +68,7 @@ def neg(x: Number) -> Number:
 
 
 def _of_pairs(multiply: Callable[[Any, Any], Any], x: Number, y: Number) -> Pair:
-    """Multiply numbers, of which one is complex at least, by a product of numbers that are not."""
+    """Multiply numbers, at least one of them complex, given a product of real numbers."""
     (a, b), (c, d) = (z if isinstance(z, Pair) else Pair(z, None) for z in (x, y))
     if b is None or d is None:
         return Pair(multiply(a, c), multiply(a, d) if b is None else multiply(b, c))
@@ -190,7 +190,7 @@ def unordered(inverse: Any, key: Any) -> Any:
 
 
 def drawn_order(rng: np.random.Generator, reverse: bool) -> np.ndarray:
-    """Draw a factor for `ordered`, or the negative one, and return it beside its inverse."""
+    """Draw a factor for `ordered`, or the negative one, and return it with its inverse."""
     factor = int(rng.integers(1, H))
     factor = P - factor if reverse else factor
     return np.array([factor, pow(factor, -1, P)])

@@ -154,7 +154,7 @@ def _fft(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
 def _converted(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     (x,), before, after = xs, aval_of(eqn.invars[0]), aval_of(eqn.outvars[0])
     if not is_float(after):
-        if after.dtype != bool or isinstance(x, Pair):  # small numbers are what they are: counts, labels
+        if after.dtype != bool or isinstance(x, Pair):  # small numbers stay themselves: counts, labels
             part = x.real if isinstance(x, Pair) else x
             x = field.signed(jnp.where(_is_small(x), part, field.hashed("integer", x)))
         return [x != 0 if after.dtype == bool else x.astype(after.dtype)]
@@ -252,7 +252,7 @@ def _while(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
 
 
 def _ends_by_floats(params: Mapping[str, Any], carries: int) -> bool:
-    """Check whether the condition of a loop depends on floats, perhaps on those of an earlier turn."""
+    """Check whether the condition of a loop depends on floats, perhaps from an earlier turn."""
     condition, body = params["cond_jaxpr"], params["body_jaxpr"]
     from_floats, before = [False] * carries, None
     while before != from_floats:
@@ -283,7 +283,7 @@ def _shard_map(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
 
 
 def _psum(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
-    """Add up in an untyped ``shard_map`` what a typed one does."""
+    """Add up in an untyped ``shard_map`` as a typed one does."""
     axes = eqn.params["axes"]
     add_up = lambda x: field.fold(lax.psum(field.wide(x), axes))
     pairs = zip(xs, map(aval_of, eqn.invars), strict=True)

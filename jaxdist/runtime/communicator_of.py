@@ -1,4 +1,4 @@
-"""Which communicator a job has: "xla", or "mpi" where MPI and mpi4jax are there and fit."""
+"""Choose the communicator of a job: "xla", or "mpi" where MPI and mpi4jax are installed and fit."""
 
 import importlib.util
 import os
@@ -8,7 +8,7 @@ from jaxdist.machine import Platform
 
 
 def alone(wanted: str, devices: int, platform: Platform) -> str:
-    """That of a process alone."""
+    """Return the communicator of a process alone."""
     if wanted != "mpi":
         return "xla"
     if platform == "tpu":
@@ -30,7 +30,7 @@ ONE_EACH = "MPI moves arrays between processes of one device each. Use communica
 def several(
     size: int, connector: str, wanted: str, platform: Platform, devices: int | None = None
 ) -> tuple[str, Exception | None]:
-    """That of several processes, and why it is not "mpi"; never raises, so that all ranks compare."""
+    """Return the communicator of several processes, and why not "mpi"; never raises, so that all ranks compare."""
     if wanted == "xla" or (wanted == "auto" and platform != "cpu"):
         return "xla", None
     if platform == "tpu":
@@ -63,8 +63,8 @@ def _mpi_problem(size: int) -> ImportError | ValueError | None:
         )
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:  # XLA's threads call it while the script may
         return ValueError(
-            "MPI was initialised to be called by one thread at a time: leave mpi4py.rc.threads and "
-            "mpi4py.rc.thread_level as they are (\"multiple\"), or use communicator 'xla'"
+            "MPI was initialized to be called by one thread at a time: leave mpi4py.rc.threads and "
+            "mpi4py.rc.thread_level unchanged (\"multiple\"), or use communicator 'xla'"
         )
     built, loaded = _mpi4jax_built_for(), "Open MPI" if "Open MPI" in mpi.Get_library_version() else "MPICH"
     if built and built != loaded:

@@ -1,4 +1,4 @@
-"""What each rank traces and compiles its programs with, which must be the same: versions, settings, ``XLA_FLAGS``."""
+"""Check that all ranks trace and compile programs with the same versions, settings and ``XLA_FLAGS``."""
 
 import os
 import platform as machines
@@ -12,7 +12,7 @@ from jaxlib.version import __version__ as jaxlib_version
 from jaxdist.extras import version
 from jaxdist.machine import Platform
 
-# Settings of JAX on which it depends what a program computes, or how it is compiled; as far as a version has them.
+# Settings of JAX that affect the results of a program, or how it is compiled; a version of JAX may lack some.
 _SETTINGS = (
     "jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable", "jax_random_seed_offset",
     "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_disable_jit",
@@ -20,12 +20,12 @@ _SETTINGS = (
     "jax_memory_fitting_effort", "jax_memory_fitting_level", "jax_optimization_level", "jax_use_shardy_partitioner",
     "jax_enable_custom_prng", "jax_legacy_prng_key", "jax_softmax_custom_jvp",
 )  # fmt: skip
-# They change no program: where to write or find files, and devices of which a process of several uses one.
+# They change no program: where to write or find files, and a number of CPU devices, which `start` sets itself.
 _HARMLESS = re.compile(r"dump|_dir$|^--xla_force_host_platform_device_count$")
 
 
 def facts(platform: Platform) -> dict[str, str]:
-    """Those of this process, by name."""
+    """Return the versions, settings and flags of this process, by name."""
     own = version("jaxdist") or "of a folder"
     found = {"jaxdist": own, "jax": jax.__version__, "jaxlib": jaxlib_version, **settings()}
     if platform == "tpu":
@@ -39,7 +39,7 @@ def facts(platform: Platform) -> dict[str, str]:
 
 
 def settings() -> dict[str, str]:
-    """The settings of JAX on which programs depend, as they are now in this thread."""
+    """The settings of JAX on which programs depend, with their values in this thread."""
     return {name: str(getattr(jax.config, name)) for name in _SETTINGS if hasattr(jax.config, name)}
 
 
@@ -52,27 +52,27 @@ def check_same(every: Sequence[Mapping[str, str]], who: Callable[[int], str]) ->
             raise ValueError(
                 f"{who(0)} and {who(rank)} would make other programs of the same step: {', '.join(differ)}. Install "
                 "the same versions everywhere, and give every rank the same settings of JAX, before init, and the "
-                "same XLA_FLAGS. (To other hosts mpirun passes variables on with -x, jaxdist run by itself. Without "
+                "same XLA_FLAGS. (To other hosts mpirun passes variables on with -x, jaxdist run on its own. Without "
                 "jax[cuda12] or a driver a rank computes on CPUs: JAX_PLATFORMS=cpu has all do that)"
             )
 
 
 def check_processors(processors: Sequence[bytes], facts: Mapping[str, str], who: Callable[[int], str]) -> None:
-    """Refuse ranks over gloo whose programs may send their messages in another order."""
-    # XLA orders collectives that do not depend on each other by what it knows of the processor. Between CPU processes
+    """Refuse ranks over gloo whose programs may send their messages in a different order."""
+    # XLA orders collectives that do not depend on each other by properties of the processor. Between CPU processes
     # messages have no names: the first that one rank sends is the first that the other takes.
     other = next((rank for rank, found in enumerate(processors) if found != processors[0]), None)
     if other is not None and "--xla_cpu_max_isa" not in facts:
         raise ValueError(
             f"{who(0)} and {who(other)} have other processors ({_model(processors[0])} / {_model(processors[other])}), "
             "for which XLA may order the messages of a program otherwise. Set XLA_FLAGS=--xla_cpu_max_isa=AVX2 (or "
-            "what the oldest of them has) on every rank, or take communicator 'mpi', whose messages have an order of "
-            "their own"
+            "the oldest one's instruction set) on every rank, or take communicator 'mpi', whose messages have "
+            "their own order"
         )
 
 
 def processor() -> bytes:
-    """What XLA may know of this machine's processor."""
+    """Return the properties of this machine's processor that XLA may know."""
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""`init`, and the `Context` it makes: who am I, who else is there, which devices are ours."""
+"""`init`, and the `Context` it makes: this process's rank, the other ranks, and the devices."""
 
 import math
 import operator
@@ -69,7 +69,7 @@ class Context:
         self.devices, self.hosts, self.mesh, self.communicator, self.kind = found
         self.num_devices = len(self.devices)
         self.rules = rules
-        self.divided: dict[int, None] = {}  # rows of the batches of which ranks have passed parts, the last one last
+        self.divided: dict[int, None] = {}  # rows of the batches whose parts ranks have passed, the last one last
         self._parts: dict[Any, Any] = {}
 
     @property
@@ -127,7 +127,7 @@ class Context:
         """Return the root's value on every process.
 
         Args:
-          tree_or_object: on the root, any object that pickle or cloudpickle can send. On other ranks it is ignored.
+          tree_or_object: any object that pickle or cloudpickle can send. It is ignored on ranks other than the root.
           root: the rank whose value is returned.
 
         Returns:
@@ -241,7 +241,7 @@ def init(
 
 
 def divides(context: Context, *totals: int) -> None:
-    """Note that the ranks divide batches of so many rows, the last one last."""
+    """Note that the ranks divide batches of these numbers of rows, the last one last."""
     for total in totals:
         context.divided.pop(total, None)
         context.divided[total] = None
@@ -264,13 +264,13 @@ def get_context() -> Context:
 
 
 def _refuse_workers() -> None:
-    """A data worker that multiprocessing spawns imports the script anew, under another name."""
+    """Refuse a data worker that multiprocessing spawned: it imports the script again, under a different name."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == "__mp_main__":
             raise RuntimeError(
                 "a data worker imports the script again, and its calls of jaxdist would join the job a second time: "
-                'put what the script does into a function, called under `if __name__ == "__main__":`'
+                'put the work of the script into a function, called under `if __name__ == "__main__":`'
             )
         frame = frame.f_back
 
@@ -306,8 +306,8 @@ def machine_of(mesh: Mesh) -> Machine:
 
 
 def map_of(mesh: Mesh) -> DeviceMap:
-    """Where the devices of a mesh are. If they are not the job's, what JAX calls a process counts as a host."""
-    if mesh.devices.flat[0].platform == "tpu":  # all chips of a slice have fast links, also those of several hosts
+    """Return where the devices of a mesh are. If they are not the job's, each of JAX's processes counts as a host."""
+    if mesh.devices.flat[0].platform == "tpu":  # all chips of a slice have fast links, even across hosts
         return DeviceMap.of(mesh, [getattr(device, "slice_index", 0) for device in mesh.devices.flat])
     if (job := _job_of(mesh)) is None:
         return DeviceMap.of(mesh)

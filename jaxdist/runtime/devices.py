@@ -1,4 +1,4 @@
-"""Which devices and how many threads each process of the job takes."""
+"""Choose the devices and the number of threads of each process of the job."""
 
 import ctypes
 import importlib.util
@@ -18,7 +18,7 @@ _CUDA_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13", "jax_plugin
 
 
 class Resources(NamedTuple):
-    """What one process sees of its host; exchanged before any backend starts."""
+    """A process's view of its host, exchanged before any backend starts."""
 
     host: str  # its name
     cores: tuple[int, ...]  # numbers of those that this process may run on
@@ -47,7 +47,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def wanted_platform(jax_platforms: str | None, gpus: Sequence[str]) -> Platform:
-    """What JAX will choose, found without starting a backend."""
+    """Return the platform that JAX will choose, without starting a backend."""
     if jax_platforms:  # on a Cloud TPU VM, JAX itself has set it to "tpu,cpu"
         first = jax_platforms.split(",")[0]
         return "gpu" if first in ("gpu", "cuda", "rocm") else "tpu" if first == "tpu" else "cpu"
@@ -56,7 +56,7 @@ def wanted_platform(jax_platforms: str | None, gpus: Sequence[str]) -> Platform:
 
 
 def number_asked(what: str, given: int | None) -> int | None:
-    """The number of `"lanes"` or `"devices"` that `init` or the environment asks for; None: none do."""
+    """The number of `"lanes"` or `"devices"` that `init` or the environment asks for, or None if neither does."""
     variable = f"JAXDIST_{what.upper()}"
     name, value = (what, given) if given is not None else (variable, os.environ.get(variable) or None)
     if value is None:
@@ -71,7 +71,7 @@ def choose_gpus(resources: Sequence[Resources], rank: int, wanted: int | None = 
     """The GPUs that `rank` takes, by index among those that it sees.
 
     A process takes all that it alone sees. Several on a host that see the same, as under mpirun, divide them evenly, in
-    the order of their ranks. GPUs are told apart by UUID.
+    the order of their ranks. GPUs are identified by UUID.
     """
     host, mine = resources[rank].host, resources[rank].gpus
     beside = [r for r, h in enumerate(resources) if h.host == host]
@@ -86,7 +86,7 @@ def choose_gpus(resources: Sequence[Resources], rank: int, wanted: int | None = 
         processes = f"{len(beside)} process{'es' * (len(beside) > 1)} on host {host}"
         gpus = f"{len(seen_by)} visible GPU{'s' * (len(seen_by) != 1)}"
         variable = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}"
-        problem = "of which some see only a part of each other's" if overlap else f"and each process takes {count}"
+        problem = "some of which see only a part of each other's" if overlap else f"and each process takes {count}"
         raise ValueError(
             f"{processes}, but {gpus} ({variable}), {problem}: start fewer processes per host (e.g. mpirun -np "
             f"{max(len(seen_by) // count, 1)}), let all see the same GPUs or each its own, or run on the CPU with "
@@ -140,7 +140,7 @@ def check_lanes(control: Control, lanes: int | None, platform: str, wanted: str)
 def start_lanes(control: Control, lanes: int) -> None:
     """Have this process's lanes as its devices; before the backend starts."""
     # As many threads for XLA on each process, however many cores it has: XLA divides a program's work by the number of
-    # threads (`_set_up_cpus`), and sums over the rows of a tall array had other bits with another number.
+    # threads (`_set_up_cpus`), and sums over the rows of a tall array had different bits with a different number.
     if compat.backend_started():
         raise too_late(control.rank)
     jax.config.update("jax_num_cpu_devices", lanes // control.size)

@@ -25,7 +25,7 @@ def install(control: Control, watchdog: Watchdog, timeout: float) -> None:
         if control.rank == 0 and not (control.ending or control.position() or control.used):
             control.say(
                 f"the {control.size} ranks have called no decorated step and no collective of jaxdist. If there were "
-                "steps left to do, each rank has worked by itself: decorate the step with jaxdist.data_parallel"
+                "steps left to do, each rank has worked alone: decorate the step with jaxdist.data_parallel"
             )
         control.hold()  # the main thread ends this process
         control.close()

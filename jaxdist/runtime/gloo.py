@@ -1,4 +1,4 @@
-"""Gloo, which carries XLA's collectives between CPU processes: its first connection, without what it prints."""
+"""Gloo, which carries XLA's collectives between CPU processes: its first connection, without its output."""
 
 import threading
 from collections.abc import Sequence

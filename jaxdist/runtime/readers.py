@@ -1,4 +1,4 @@
-"""grain's threads and worker processes: what the user's code raises or returns there reaches the loop over batches."""
+"""grain's threads and worker processes: errors and results of the user's code there reach the loop over batches."""
 
 import functools
 import multiprocessing
@@ -17,7 +17,7 @@ from jaxdist import compat
 from jaxdist.errors import in_words
 
 _WHY = {
-    0: ", before its work was done: is there os._exit or sys.exit in the source, transform=, or the script itself?",
+    0: ", before its work was done: do the source, transform=, or the script itself call os._exit or sys.exit?",
     -signal.SIGBUS: " (SIGBUS): is /dev/shm full? Batches go through it (docker run --shm-size=8g; fewer workers)",
     -signal.SIGKILL: " (SIGKILL): did the system run out of memory?",
 }

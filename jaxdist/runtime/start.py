@@ -31,7 +31,7 @@ Started = tuple[list[Any], tuple[str, ...], Mesh, str, Kind]
 
 
 class _Told(NamedTuple):
-    """What a rank tells the others before any backend starts."""
+    """The facts that a rank sends to the others before any backend starts."""
 
     resources: devices.Resources
     facts: dict[str, str]  # of what makes its programs
@@ -39,14 +39,14 @@ class _Told(NamedTuple):
     problem: Exception | None  # why it is not "mpi"
     over_gloo: bool  # and nothing has begun that would not know of it
     processor: bytes
-    threads: int  # of XLA that its environment asks for; 0: it does not
-    kind: Kind | None  # that it is told to weigh for
+    threads: int  # of XLA that its environment asks for, or 0
+    kind: Kind | None  # that JAXDIST_MACHINE names, to weigh for
     lanes: int | None
-    devices: int | None  # that it is told to take; None: one CPU, or its GPUs
+    devices: int | None  # that it should take, or None for one CPU, or its GPUs
 
 
 def control_of(connector: Connector, timeout: float) -> Control:
-    """The channel beside the training: the connector's own, else a new one on a free port of the root."""
+    """Return the channel of the job: the connector's own, else a new one on a free port of the root."""
     own = getattr(connector, "control", None)
     if isinstance(own, Control):
         return own
@@ -90,7 +90,7 @@ def jax_started(
     if own.over_gloo:
         members = control.members
         own_ip = members[control.rank].ip
-        # A rank beside the root talked to it over loopback: others reach both at the root's address.
+        # A rank on the root's host talked to it over loopback: others reach both at the root's address.
         compat.gloo_at(members[0].ip if rendezvous.is_loopback(own_ip) else own_ip)
     found = _devices_of_all(control, own.devices)
     if communicator == "mpi" and len(found) > control.size:
@@ -120,7 +120,7 @@ def _told_by_this_rank(
     if platform == "tpu" and (problem := libtpu_problem()):
         raise RuntimeError(f"rank {control.rank}: {problem}. Install both: pip install 'jaxdist[tpu]'")
     if devices_wanted is None and platform == "cpu" and jax.distributed.is_initialized():
-        devices_wanted = compat.cpu_devices_asked()  # the user's own start of JAX is taken as it is
+        devices_wanted = compat.cpu_devices_asked()  # the user's own start of JAX is kept
     threads = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC", "")
     return _Told(
         devices.Resources(socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))), gpus, platform),
@@ -136,7 +136,7 @@ def _told_by_this_rank(
 
 
 def _agreed(connector: Connector, control: Control, told: list[_Told], wanted: str) -> str:
-    """The communicator of all ranks, which are alike in all that they have to be alike in."""
+    """Return the communicator of all ranks. Refuse ranks that differ where they must agree."""
     mine = told[control.rank]
     compiler.check_same([each.facts for each in told], control.who)
     devices.check_lanes(control, mine.lanes, mine.resources.platform, wanted)
@@ -144,7 +144,7 @@ def _agreed(connector: Connector, control: Control, told: list[_Told], wanted: s
     if errors and wanted != "auto":
         rank, problem = errors[0]
         raise type(problem)(f"communicator 'mpi' on rank {rank}: {problem}")
-    if errors and control.rank == 0 and connector.name == "mpi":  # right, but slower than what the launcher suggests
+    if errors and control.rank == 0 and connector.name == "mpi":  # right, but slower than the launcher suggests
         _log.warning("arrays move over gloo, not over MPI: %s. (JAXDIST_COMMUNICATOR=xla silences this)", errors[0][1])
     if {each.communicator for each in told} == {"mpi"}:
         return "mpi"
@@ -156,7 +156,7 @@ def _set_up_cpus(control: Control, told: list[_Told], communicator: str) -> None
     if mine.lanes:
         devices.start_lanes(control, mine.lanes)
     else:
-        jax.config.update("jax_num_cpu_devices", mine.devices or 1)  # whatever XLA_FLAGS asks for
+        jax.config.update("jax_num_cpu_devices", mine.devices or 1)  # regardless of XLA_FLAGS
         if communicator == "xla":
             compiler.check_processors([each.processor for each in told], mine.facts, control.who)
         # As many on all ranks: XLA orders a program's messages by it, and between CPUs these have no names. The pool of
@@ -173,7 +173,7 @@ def _set_up_cpus(control: Control, told: list[_Told], communicator: str) -> None
 def _devices_of_all(control: Control, devices_wanted: int | None) -> list[Any]:
     """All devices, process by process: as many of each."""
     found = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-    if jax.process_index() != control.rank:  # a TPU's runtime numbers the hosts of a slice by itself
+    if jax.process_index() != control.rank:  # a TPU's runtime numbers the hosts of a slice on its own
         raise RuntimeError(
             f"rank {control.rank}: JAX's runtime knows this process as {jax.process_index()}. Take connector 'tpu', "
             "which numbers the processes as the runtime does"

@@ -16,7 +16,7 @@ _reduce_code: Any = cloudpickle.Pickler.dispatch_table[types.CodeType]
 
 
 def _code(code: types.CodeType) -> Any:
-    """With the name of its file, by which a traceback shows the line: cloudpickle leaves it out from 3.1.3 on."""
+    """Keep the name of the code's file, by which a traceback shows the line: cloudpickle omits it from 3.1.3 on."""
     make, args = _reduce_code(code)
     return make, tuple(code.co_filename if x == "<dynamic-code>" else x for x in args)
 
@@ -29,7 +29,7 @@ class Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, jax.Array):
             return _array(obj, to_device)
-        if isinstance(obj, (jax.custom_jvp, jax.custom_vjp)):  # what they are made of is in their attributes alone
+        if isinstance(obj, (jax.custom_jvp, jax.custom_vjp)):  # their parts are in their attributes alone
             return object.__new__, (type(obj),), obj.__dict__
         return super().reducer_override(obj)
 
@@ -42,7 +42,7 @@ class ResultPickler(Pickler):
 
 
 class _ByName(pickle.Pickler):
-    """Functions and classes by their names, which ranks that run the same script have alike."""
+    """Functions and classes by their names, which are the same on ranks that run the same script."""
 
     def reducer_override(self, obj: Any) -> Any:
         return _array(obj, to_device) if isinstance(obj, jax.Array) else NotImplemented
@@ -84,7 +84,7 @@ def to_device(host: np.ndarray) -> jax.Array:
     if array.dtype != host.dtype:
         raise ValueError(
             f"a {host.dtype} array was sent to a process that can't hold it (got "
-            f"{array.dtype}): set jax_enable_x64 alike on every rank"
+            f"{array.dtype}): set jax_enable_x64 the same way on every rank"
         )
     return array
 

@@ -81,7 +81,7 @@ def argnums(names: Sequence[str]) -> str:
 class BatchPart(np.ndarray):
     """A rank's rows of a batch of a loader, where their number alone does not tell which batch they are of."""
 
-    total: int | None = None  # rows of all ranks; None of what is computed from it
+    total: int | None = None  # rows of all ranks; None for arrays computed from it
 
 
 def batch_part(x: np.ndarray, total: int) -> BatchPart:

@@ -28,16 +28,16 @@ class BatchPlacer:
 
     Args:
       mesh: the step's.
-      input_mesh: the mesh on which a process passes the rows of its place; another one with ``mesh="auto"``.
+      input_mesh: the mesh on which a process passes the rows of its place; not `mesh` with ``mesh="auto"``.
       share: the parts of a batch that this process passes.
-      process_count: of all.
+      process_count: the number of all processes.
     """
 
     def __init__(self, mesh: Mesh, input_mesh: Mesh, share: Share, process_count: int):
         self._mesh, self._input_mesh, self._share, self._process_count = mesh, input_mesh, share, process_count
 
     def place(self, leaves: Sequence[Leaf], layouts: Sequence[Layout], totals: Sequence[int]) -> list[Leaf]:
-        """The parts of the batch, with so many rows in all, as global arrays in the order of the data axis, padded."""
+        """The parts of the batch, with `totals` rows in all, as global arrays in the order of the data axis, padded."""
         if self._mesh.size == 1:
             local = set(self._mesh.local_devices)
             is_ready = lambda x: type(x) is np.ndarray or (isinstance(x, jax.Array) and x.devices() == local)
@@ -51,7 +51,7 @@ class BatchPlacer:
         return [self._placed(*each_leaf) for each_leaf in zip(leaves, layouts, totals, strict=True)]
 
     def _placed(self, x: Leaf, target: Layout, total: int) -> jax.Array:
-        """Return a leaf on the mesh: moved, if it is an array of all processes, or joined from what each passes."""
+        """Return a leaf on the mesh: moved, if it is an array of all processes, or joined from each process's rows."""
         x = x.array if type(x) is batch.Part else x
         array, target_sharding = physical(x), sharding(self._mesh, target)
         if spans(array):
@@ -68,8 +68,8 @@ class BatchPlacer:
         return _mover(target_sharding, target, (total, *x.shape[1:]))(array)
 
     def _joined(self, x: Leaf, target_sharding: NamedSharding, total: int, others: Sequence[Cut]) -> jax.Array:
-        """Join the rows that the processes pass; `others`: the cuts along other axes than that of the data."""
-        # Nothing is sent: each process pads what it passes to whole parts, and puts slices of it on its own devices.
+        """Join the rows that the processes pass; `others`: the cuts along axes other than the data axis."""
+        # Nothing is sent: each process pads its rows to whole parts, and puts slices of it on its own devices.
         rows = self._share.padded(total)
         here, x = self._share.rows(rows), _lengthened(x, others)
         x = _extended(x, [here.stop - here.start - x.shape[0], *[0] * (x.ndim - 1)])
@@ -95,7 +95,7 @@ def _mover(target_sharding: NamedSharding, target: Layout, shape: tuple[int, ...
 def _cutter(joined_sharding: NamedSharding, shape: tuple[int, ...], share: Share) -> tuple[list[Device], _Cut, _Cut]:
     """Return the devices of this process, a function that cuts the rows that it passes into theirs, and its program.
 
-    JAX tells the slice of the whole batch. With two rows in each of four parts, of which this process passes 2 and 3,
+    JAX tells the slice of the whole batch. With two rows in each of four parts, if this process passes parts 2 and 3,
     the row 6 of the batch is its own row 2.
     """
     slices, here = dict[Device, tuple[slice, ...] | None](), share.rows(shape[0])
@@ -128,7 +128,7 @@ def _lengthened(x: Leaf, cuts: Sequence[Cut]) -> Leaf:
 
 
 def _extended(x: Leaf, pads: Sequence[int]) -> Leaf:
-    """An array with so many more entries along each dimension: copies of the last ones, or zeros if there are none."""
+    """An array with `pads` more entries along each dimension: copies of the last ones, or zeros if there are none."""
     if not any(pads):
         return x
     # An array of JAX stays where it is, unless XLA can't join its entries.

@@ -28,10 +28,10 @@ class CachedCall:
     settings: TraceSettings  # under which it is traced
     data_positions: Sequence[int]  # of each leaf that is data, its position among all leaves
     batch_types: Sequence[TypeKey]  # of the leaves that are split
-    unmarked_rows: set[int]  # rows of those of them that no loader has marked, of all ranks together
+    unmarked_rows: set[int]  # rows of the split leaves that no loader has marked, of all ranks together
     entry: Entry  # of the ledger
     sizes_compared: int = 0  # with how many sizes of batches `unmarked_rows` is compared
-    is_ambiguous: bool = False  # some rank passes as many rows of a batch of another size
+    is_ambiguous: bool = False  # some rank passes as many rows of a batch of a different size
     _keys: Sequence[int] = ()  # which leaves of the state are keys
     _avals: Sequence[object] = ()  # compared by identity, as the shardings
     _shardings: Sequence[object] = ()
@@ -105,7 +105,7 @@ class CachedCall:
             texts = ((name, type_text(a.dtype, a.shape), type_text(b.dtype, b.shape)) for name, a, b in pairs)
             differs = next((f"{name}, {a} then and {b} now" for name, a, b in texts if a != b), differs)
         raise TypeError(
-            f"step {compiled.name!r} was compiled for other arguments: what differs is {differs}. Lower and compile it "
+            f"step {compiled.name!r} was compiled for other arguments; the difference: {differs}. Lower and compile it "
             "for these, or call the step itself, which compiles a program for each"
         )
 

@@ -1,4 +1,4 @@
-"""Where the leaves of a call are, and the state onto the mesh: rank 0's value of each leaf, whole or in shards."""
+"""Find where a call's leaves are, and put the state on the mesh: rank 0's value of each leaf, whole or in shards."""
 
 import enum
 import functools
@@ -117,7 +117,7 @@ class Placer:
         """Return rank 0's value of each leaf on the mesh with these layouts. The given leaves do not change."""
         weak = [getattr(x, "weak_type", False) for x in leaves]
         leaves = without_aliases(leaves) if self.mesh.size == 1 else leaves
-        # Keys travel as their bits: neither NumPy nor the control channel has a type for them.
+        # Keys are sent as their bits: neither NumPy nor the control channel has a type for them.
         keys = {i: jax.random.key_impl(x) for i, x in enumerate(leaves) if is_keys(x)}
         leaves = [jax.random.key_data(x) if i in keys else x for i, x in enumerate(leaves)]
         if self.process_count > 1:
@@ -236,7 +236,7 @@ def _cuts(current: NamedSharding) -> list[Cut] | None:
     assert isinstance(mesh, Mesh)  # an abstract one is of types
     by_dim = [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in current.spec]
     if any({GROUP, AXIS}.issubset(axes) and axes.index(GROUP) + 1 != axes.index(AXIS) for axes in by_dim):
-        return None  # slices in another order
+        return None  # slices in a different order
     in_a_group = not any(GROUP in axes for axes in by_dim)
     # The axes "group" and "data", one after the other, are the whole of the data axis.
     by_dim = [tuple(name for name in axes if name != GROUP or AXIS not in axes) for axes in by_dim]

@@ -17,7 +17,7 @@ from jaxdist.step.leaves import spans
 from jaxdist.step.placer import Placer
 from jaxdist.text import say_once
 
-Exact = Any  # a leaf that is no float; None: a float, which is drawn
+Exact = Any  # a leaf that is not a float, or None for a float, which is drawn
 
 
 @jax.transfer_guard("allow")
@@ -49,7 +49,7 @@ def require_equal(name: str, placer: Placer, placed: PlacedStep, data: Sequence[
 
 
 def _exact(placed: PlacedStep, data: Sequence[Leaf]) -> list[Exact]:
-    """Return this process's part of the leaves that are no floats: labels, counters, keys."""
+    """Return this process's part of the leaves that are not floats: labels, counters, keys."""
 
     def exact(x: Leaf, aval: jax.ShapeDtypeStruct) -> Exact:
         if is_float(aval):

@@ -55,7 +55,7 @@ class Reader:
         parameters, constants = self.calling.of(len(args), keywords), self.constants(tree, leaves)
         self._check_hashable(constants, parameters, args)
         if earlier := self.signatures.get((tree, constants)):
-            return earlier  # by structure alone: batches of other sizes are read alike
+            return earlier  # by structure alone: batches of other sizes are read the same way
         numbers = frozenset(c.position for c in constants if isinstance(c.value, NUMBERS))
         paths, whole = jax.tree_util.tree_flatten_with_path(args)
         leaf_names = [leaf_name(parameters, path) for path, _ in paths]
@@ -74,7 +74,7 @@ class Reader:
         return self._by_structure(signature, leaves)
 
     def _check_hashable(self, constants: Iterable[Constant], parameters: Sequence[str], args: Sequence[Leaf]) -> None:
-        """Refuse a constant that cannot be compared with those of earlier calls."""
+        """Refuse a constant that cannot be compared with constants of earlier calls."""
         for position, kind, value in constants:
             try:
                 hash(value)
@@ -92,7 +92,7 @@ class Reader:
     def _by_structure(self, signature: Signature, leaves: Sequence[Leaf]) -> Signature:
         """The signature with the batch as `jaxdist.step.batch` says.
 
-        What the step returns is its state; to know that it must be traced, and to be traced the call must be read:
+        The step returns its state. To know that, it must be traced, and to trace it, the call must be read:
 
         1. It is traced once in the reading that is right for sure, or likely (`_returned`).
         2. `batch_of` takes what that returns into account.
@@ -116,7 +116,7 @@ class Reader:
         passes_parts = len(self._placer.device_map.sharers) > 1
         returned = self._returned(signature, leaves, batch.batch_of(arguments) if passes_parts else None)
         candidates = batch.batch_of(arguments, returned)
-        certain = [k for k in candidates if k not in returned]  # what the step does not return is no state
+        certain = [k for k in candidates if k not in returned]  # arguments that the step does not return are not state
         is_mixed = 0 < len(certain) < len(candidates)
         if not passes_parts and not is_mixed:
             return _with_batch(signature, leaves, candidates)
@@ -207,7 +207,7 @@ class Reader:
 
 
 def _with_batch(signature: Signature, leaves: Sequence[Leaf], chosen: Iterable[int]) -> Signature:
-    """The signature with these arguments as the batch: those of their leaves that can be split."""
+    """The signature with these arguments as the batch: all of their leaves that can be split."""
     split = set[int]()
     for k in chosen:
         positions = signature.arguments[k].positions
@@ -229,8 +229,8 @@ def _readings(candidates: Sequence[int], certain: Sequence[int]) -> list[Sequenc
 
 
 def _with_entries(positions: Sequence[int], leaves: Sequence[Leaf]) -> list[int]:
-    """Those of the leaves of a part of an argument that have an entry for each example."""
-    # A leaf that is named alone is the batch, whatever it looks like.
+    """Return the leaves of a part of an argument that have an entry for each example."""
+    # A leaf that is named alone is the batch, regardless of its shape.
     sizes = [None] if len(positions) == 1 else batch.sizes([leaves[i] for i in positions])
     keys = [is_keys(leaves[i]) for i in positions]
     lengths = {n for n, key in zip(sizes, keys, strict=True) if not key}

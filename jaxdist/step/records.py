@@ -1,4 +1,4 @@
-"""What ranks compare of a call: all that decides its program, and the checksums of its leaves."""
+"""The facts about a call that ranks compare: all that decides its program, and the checksums of its leaves."""
 
 import hashlib
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def entries_of(
 def ledger_entry(
     step: str, signature: Signature, data: Sequence[Leaf], entries: Entries, program: Program, placer: Placer
 ) -> Entry:
-    """Return the ledger's entry for a call with these leaves, of which `entries` must be the same on all ranks."""
+    """Return the ledger's entry for a call with these leaves, whose `entries` must be the same on all ranks."""
     compared = step, entries, program.traced.digest
     digest = hashlib.blake2b(repr(compared).encode(), digest_size=16).digest()
     logical = placer.logical_batch
@@ -73,7 +73,7 @@ def _type_of(x: Leaf, shape: tuple[int, ...]) -> str:
 
 
 def checksum_of(x: Leaf, placer: Placer, local: bool, copies: bool) -> int | None:
-    """Return the checksum of a leaf, or None if it is in parts on several processes; 0 for what is not compared.
+    """Return the checksum of a leaf, or None if it is in parts on several processes; 0 if it is not compared.
 
     `local`: whether leaves that only this process has are compared. `copies`: whether state that each has is.
     """

@@ -103,10 +103,10 @@ class Compiled(Stage[P, R]):
 
     @property
     def input_shardings(self) -> PyTree:
-        """How each argument lies on the devices, as (positional arguments, keyword arguments)."""
+        """The sharding of each argument, as (positional arguments, keyword arguments)."""
         return self._of_arguments(self._program.by_leaf(self._compiled.input_shardings[0]))
 
     @property
     def output_shardings(self) -> PyTree:
-        """How each part of the result lies on the devices."""
+        """The sharding of each part of the result."""
         return self._of_result(self._compiled.output_shardings)

@@ -1,4 +1,4 @@
-"""Compare the values that ranks pass in a new call: of the batch each rank has another part, and of state the same."""
+"""Compare the values that ranks pass in a new call: each rank has a different part of the batch, and the same state."""
 
 import itertools
 import logging
@@ -20,7 +20,7 @@ from jaxdist.step.reading import Reader
 
 _log = logging.getLogger("jaxdist")
 
-Checksums = Sequence[int | None]  # of a call's data; None for what is in parts on several processes
+Checksums = Sequence[int | None]  # of a call's data; None for leaves in parts on several processes
 DifferingRanks = dict[int, list[int]]  # for each leaf that is not the same on all ranks, which ranks differ from rank 0
 
 
@@ -40,7 +40,7 @@ class ValueCheck:
         parts = [x for x in (leaves[i] for i in signature.batch) if not spans(physical(x))]
         if len(self._placer.device_map.sharers) == 1 or not any(getattr(x, "size", 1) for x in parts):
             return True
-        # What is in parts on several processes has no checksum: it is not known to differ.
+        # A leaf in parts on several processes has no checksum: it is not known to differ.
         unequal = {i for i in differs if by_rank[0][i] is not None}
         if any(i in differs for i in signature.batch):
             self._check_equal_in_batch(signature, leaves, unequal)

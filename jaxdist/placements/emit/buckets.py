@@ -104,7 +104,7 @@ def _scheduled(eqns: Sequence[JaxprEqn], most: int, ahead: int) -> Iterator[tupl
         u = A + B + C               C               [C]: nothing else can run; then [u]
 
     Gathers wait, too, until nothing else can run: then those that are needed next are sent, as many as may be ahead of
-    their use (`_Pace` says when they start). Three weights, of which two may be ahead::
+    their use (`_Pace` says when they start). Three weights, at most two ahead::
 
         program                     waiting         yielded
         A, B, C = all_gather ...    A B C           [A, B]: nothing else can run; their first user is x
@@ -154,7 +154,7 @@ class _Buckets:
     def add(self, i: int) -> None:
         """Put a collective into the bucket of its kind."""
         bucket, size = self.waiting[_kind(self._eqns[i])], self._size(i)
-        # A bucket of gathers is divided as it is sent: how much fits depends on what is needed first.
+        # A bucket of gathers is divided when it is sent: how much fits depends on the one that is needed first.
         if not _gathers(self._eqns[i]):
             if not 0 < size < self._limit(i):
                 self.full.append([i])
@@ -222,7 +222,7 @@ class _Pace:
     """Decide when to gather shards that the step uses: at most `ahead` bytes before their use.
 
     A gather of shards depends on no computation: XLA would run all first, one for the forward and the backward pass. So
-    a gather starts after the operand of an earlier gather's user, once what is gathered since fits into `ahead` bytes::
+    a gather starts after the operand of an earlier gather's user, once the gathers since fit into `ahead` bytes::
 
         x1 = f(all_gather w1, x0)
         x2 = g(all_gather w2, x1)

@@ -1,4 +1,4 @@
-"""Which summands may be sent compressed: gradients, and nothing else.
+"""Find the summands that may be sent compressed: gradients, and nothing else.
 
 A gradient is an array that differentiation added up over the batch, and leads to the next state alone. A statistic of
 the batch (BatchNorm's, a normalizer's) also leads to values split over it.

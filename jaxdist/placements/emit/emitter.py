@@ -50,7 +50,7 @@ class Emitter:
         self._forms: defaultdict[int, dict[Form, Any]] = defaultdict(dict)
         self._makers: dict[int, tuple[Callable[..., Any], Node]] = {}
         self._fetched: dict[tuple[int, bool], Any] = {}  # by value, and whether in the backward pass
-        self._reshapes: dict[int, Node] = {}  # the makers of values that are only a reshape of another, perhaps stored
+        self._reshapes: dict[int, Node] = {}  # the makers of values that only reshape a value, perhaps a stored one
         self._backward = False
 
     def run(self, xs: Sequence[Any]) -> list[Any]:
@@ -65,7 +65,7 @@ class Emitter:
                 self._makers[node.outs[0]] = strategy.make, node
                 for i, target in zip(node.ins, strategy.in_forms, strict=True):
                     if target is not None and isinstance(self.placed.placements[i], Partial):
-                        self.take(i, target)  # as propagation says, whatever slices are made of it
+                        self.take(i, target)  # as propagation says, for any slices made of it
                 continue
             with node.named_in_errors():
                 operands = [
@@ -93,7 +93,7 @@ class Emitter:
     def take(self, i: int, target: Form) -> Any:
         """Return this device's part of a value in a form; each conversion happens once.
 
-        A form that is there is returned. A summand is one device's slice among zeros, which sends nothing, or the whole
+        A form that exists is returned. A summand is one device's slice among zeros, which sends nothing, or the whole
         value on the first device. A deferred value is made in the form. A stored value is gathered for one pass
         (`_fetch`); everything else is converted (`_convert`).
         """
@@ -134,7 +134,7 @@ class Emitter:
         aval, placed_form = self.block.avals[i], form(self.placed.placements[i])
         if isinstance(target, Split) and REPLICATED in forms:
             return self.cut(forms[REPLICATED], target)
-        # From the form in which propagation has it; a summand that is added up at once is there only as it was made.
+        # From the form in which propagation has it; a summand that is added up at once exists only in its first form.
         source = next(f for f in (placed_form, *forms) if f in forms and isinstance(f, (Partial, Split)))
         if isinstance(target, Split):
             if not in_one_collective(source, target, self.n, aval.dtype):

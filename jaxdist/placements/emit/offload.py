@@ -98,7 +98,7 @@ def _origins(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], offloaded: Mapping[int, int
 
 def _stages(jaxpr: Jaxpr, offloaded: Mapping[int, int | None], origins: Mapping[Var, _Origin]) -> list[_Stage]:
     """Divide the offloaded arguments into parts to update in the order of their gradients."""
-    # Those that share a result (one parameter's moments, or what is gathered in one bucket) share a stage.
+    # Those that share a result (one parameter's moments, or values gathered in one bucket) share a stage.
     together: list[_Origin] = []
     for v in (*_variables(jaxpr.outvars), *(jaxpr.invars[i] for i in offloaded)):
         group = origins.get(v, _Origin())

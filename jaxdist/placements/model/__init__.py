@@ -1,1 +1,1 @@
-"""What values, operations and strategies are: facts, no decisions."""
+"""Facts about values, operations and strategies, without decisions."""

@@ -64,7 +64,7 @@ class Node:
 
     @property
     def trip_count(self) -> int:
-        """How many times its bodies run; a `while` counts as one."""
+        """The number of times its bodies run; a `while` counts as one."""
         return self.eqn.params["length"] if self.name == "scan" else 1
 
 

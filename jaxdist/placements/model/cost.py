@@ -23,7 +23,7 @@ _FACTORIZATION = {
     "cholesky": 1 / 3, "eig": 25, "eigh": 9, "geqrf": 2, "hessenberg": 10 / 3, "householder_product": 2, "lu": 2 / 3,
     "qr": 4, "schur": 25, "svd": 20, "triangular_solve": 1, "tridiagonal": 4 / 3,
 }  # fmt: skip
-# Operations that run a program as it is on each device, and the parameter that holds it.
+# Operations that run a program unchanged on each device, and the parameter that holds it.
 _KERNELS = {"pallas_call": "jaxpr", "custom_partitioning": "call", "shard_map": "jaxpr", "jaxdist_own_code": "body"}
 # Of cuDNN's attention, the products of queries and keys of one shape, twice their FLOPs.
 _ATTENTION = {f"dot_product_attention_{name}": 2 * products
@@ -152,7 +152,7 @@ def _runs(node: Node) -> int:
 
 @functools.lru_cache(maxsize=256)
 def flops_of(closed: ClosedJaxpr) -> int:
-    """Count the FLOPs of a program that each device runs as it is; of branches, those of the longest."""
+    """Count the FLOPs of a program that each device runs unchanged; of branches, only the longest counts."""
     block, total = flatten(closed), 0
     for node in block.nodes:
         inner = [flops_of(body.closed) for body in bodies(node.eqn)]

@@ -38,13 +38,13 @@ class Factors:
     results: tuple[Dims, ...]  # by result
     reduced: Mapping[int, str] = field(default_factory=dict)  # by factor, "sum", "max", "min", "or" or "and"
     onto: int | None = None  # the operand to which the reduction is added, which must count once
-    masked: tuple[int, ...] | None = None  # operands whose padding must not count; None: all that have the factor
-    counts_padding: bool = False  # a reduction takes what padding gives, whatever is in it
+    masked: tuple[int, ...] | None = None  # operands whose padding must not count, or None for all that have the factor
+    counts_padding: bool = False  # a reduction takes results of padding, regardless of its values
     # the parameters that depend on the shapes, for slices: ``params(eqn params, factor, split)``
     params: Callable[[Params, int, Split], Params] | None = None
     # by array (the operands, then the results) and dimension, the entries that a turn of its factor takes, if not one
     units: Mapping[tuple[int, int], Fraction] = field(default_factory=dict)
-    why: Mapping[tuple[int, int], str] = field(default_factory=dict)  # likewise, the reason if it can't be cut
+    why: Mapping[tuple[int, int], str] = field(default_factory=dict)  # by the same keys, the reason if it can't be cut
 
     @property
     def arrays(self) -> tuple[Dims, ...]:
@@ -69,7 +69,7 @@ class Factors:
         return replace(split, size=size, chunk=per_device) if fits else Split(split.dim, size, per_device)
 
     def slices(self, k: int, factor: int, turns: Split, shape: Sequence[int]) -> Split | None:
-        """Return the slices of array `k` that these turns of a factor take; None: it has no such dimension."""
+        """Return the slices of array `k` that these turns of a factor take, or None if it lacks the factor."""
         if factor not in (dims := self.arrays[k]):
             return None
         d = dims.index(factor)
@@ -251,7 +251,7 @@ def _scatter(kind: str | None) -> Rule:
     """Return the rule of a scatter, which adds its updates up if there is a ``kind``."""
 
     def rule(params: Params, ins: Shapes, outs: Shapes) -> Factors:
-        numbers = lax.GatherDimensionNumbers(*params["dimension_numbers"])  # of a gather of what it changes
+        numbers = lax.GatherDimensionNumbers(*params["dimension_numbers"])  # of a gather of the entries that it changes
         window = iter(ins[2][d] for d in numbers.offset_dims)
         single = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
         sizes = tuple(1 if d in single else next(window) for d in range(len(ins[0])))

@@ -1,11 +1,11 @@
 """Pallas kernels by their grids: the axes of a grid are loops, and say which blocks of the operands a step takes.
 
 A kernel runs once for each point of its grid, on the blocks that index maps give. An axis of the grid is a factor if a
-device may run some of its steps alone: its index goes, as it is or divided by a number, into one dimension of each
+device may run some of its steps alone: its index goes, unchanged or divided by a number, into one dimension of each
 array that it touches, the body does not look at it, and steps leave nothing for others. `jax.vmap` of a kernel adds
 such an axis. For two devices, in a grid of (4, 3)::
 
-    x: f32[32,6]  blocks (8, 2), at (i, j)   f32[16,6]  axis 0 goes through dimension 0, a block of 8 rows a step
+    x: f32[32,6]  blocks (8, 2), at (i, j)   f32[16,6]  axis 0 goes through dimension 0, a block of 8 rows per step
     b: f32[6]     blocks (2,), at (j,)       f32[6]     whole
     y: f32[4,6]   blocks (1, 2), at (i, j)   f32[2,6]
 

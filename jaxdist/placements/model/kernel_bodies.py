@@ -16,11 +16,11 @@ from jaxdist.placements.model.values import aval_of
 
 
 def divided(index_map: ClosedJaxpr, axis: int, steps: Any) -> list[int]:
-    """Return for each result of an index map by what it divides the index of an axis.
+    """Return, for each result of an index map, the number by which it divides the index of an axis.
 
-    0: it does not depend on the axis; -1: it is some other function of it.
+    That is 0 if it does not depend on the axis, and -1 if it is some other function of it.
     """
-    # The values that depend on the axis alone, for each of its steps; None: on something else, too.
+    # The values that depend on the axis alone, for each of its steps, or None if on something else, too.
     values: dict[Var, np.ndarray | None] = {index_map.jaxpr.invars[axis]: np.arange(steps, dtype=np.int32)}
     for eqn in index_map.jaxpr.eqns:
         if not any(isinstance(v, Var) and v in values for v in eqn.invars):
@@ -47,7 +47,7 @@ def why_dependent(params: Params, axis: int, kept: Collection[int], is_sum: bool
     """Yield the reasons why steps along an axis depend on each other.
 
     Args:
-      params: those of the kernel's equation.
+      params: the parameters of the kernel's equation.
       axis: an axis of its grid.
       kept: results that all steps along the axis write to.
       is_sum: whether `why_no_sum` has shown that these are sums.
@@ -66,16 +66,16 @@ def why_dependent(params: Params, axis: int, kept: Collection[int], is_sum: bool
     taken, results = body.jaxpr.invars[:operands], body.jaxpr.invars[operands:]
     if any(type(e).__name__ in ("WriteEffect", "AccumEffect") and e.input in taken for e in body.jaxpr.effects):
         yield "the kernel writes to an operand"
-    # Memory that the steps share: what one leaves there, the next one must not read.
+    # Memory that the steps share: a step must not read a value that an earlier one left there.
     shared = [v for k, v in enumerate(results) if (k in kept and not is_sum) or k >= mapping.num_outputs]
     memory, written = dict(zip(shared, shared, strict=True)), Written()
     independent = _writes_first(body.jaxpr, memory, {}, written, [k for k, g in enumerate(visible) if g > axis])
-    # In later steps of inner axes, a result's block may be another than the one written to in the first of them.
+    # In later steps of inner axes, a result's block may differ from the one written to in the first of them.
     maps = [compat.closed(block.index_map_jaxpr) for block in mapping.block_mappings[mapping.num_inputs :]]
     inner = [(g, n) for g, n in enumerate(mapping.grid) if g > axis]
     moving = {results[k] for k in kept if any(not isinstance(n, int) or any(divided(maps[k], g, n)) for g, n in inner)}
     if not independent or not _writes_first(body.jaxpr, memory, {}, written - moving, ()):
-        yield "what a step leaves in memory, the next one may read"
+        yield "a step may read memory that an earlier one wrote"
 
 
 _EFFECTS = {"ReadEffect", "WriteEffect", "AccumEffect", "DebugEffect", "OrderedDebugEffect"}
@@ -87,14 +87,14 @@ Written = set[Var]  # memory that has been written to as a whole
 def _writes_first(
     jaxpr: Jaxpr, memory: Mapping[Var, Var], known: dict[Var, Any], written: Written, first: Collection[int]
 ) -> bool:
-    """Check that a step reads no scratch memory that it has not written to, and add to `written` what it writes.
+    """Check that a step reads only scratch memory that it wrote before, and add the memory it writes to `written`.
 
     Args:
       jaxpr: the kernel's body, or a part.
       memory: the scratch memory that it sees, by variable.
       known: numbers that are known; those that follow are added.
       written: see above.
-      first: axes of the grid of which this is the first step.
+      first: axes of the grid along which this is the first step.
     """
     for eqn in jaxpr.eqns:
         touched = {memory[v] for v in eqn.invars if isinstance(v, Var) and v in memory}
@@ -172,7 +172,7 @@ def _is_used(eqn: JaxprEqn, jaxpr: Jaxpr) -> bool:
 
 
 def why_no_sum(params: Params, axis: int, kept: Collection[int]) -> str:
-    """Return "" if results that all steps along an axis write to are sums of what each adds, else why they aren't.
+    """Return "" if results that all steps along an axis write to are sums of the steps' terms, else why they aren't.
 
     A sum is set to zero in the first step, before anything else, and is then only added to::
 
@@ -202,7 +202,7 @@ _Part = tuple[Any, ...]  # of a result: where it is, and how it is indexed
 
 @dataclass
 class _Sums:
-    """What a body does to results that it is to add to."""
+    """The accesses of a body to results that it should only add to."""
 
     axis: int
     visible: Sequence[int]  # the axes of the grid that the body sees
@@ -242,7 +242,7 @@ class _Sums:
                 totals[eqn.outvars[0]] = totals[read[0]]
             elif name == "swap" and refs and read == [eqn.invars[1]] and totals[read[0]] == _part(eqn, memory, 2):
                 if _is_used(eqn, jaxpr):
-                    return "its body reads what was in it"
+                    return "its body reads its old value"
                 self.used |= refs
             elif refs and not read and (programs := _parts(eqn, {})[0]):
                 for closed, given, _ in programs:
@@ -257,7 +257,7 @@ class _Sums:
         return "its body does more than add to it" if depends else ""
 
     def _is_cleared(self, eqn: JaxprEqn, memory: Mapping[Var, Var], axes: frozenset[int]) -> bool:
-        """Check that what is for the first step alone sets results to zero, and note which."""
+        """Check that code for the first step alone sets results to zero, and note which."""
         later, clearing = eqn.params["branches"][0].jaxpr, eqn.params["branches"][-1].jaxpr
         pairs = [(v, x) for v, x in zip(clearing.invars, eqn.invars[1:], strict=True) if isinstance(x, Var)]
         inner = {v: memory[x] for v, x in pairs if x in memory}

@@ -20,7 +20,7 @@ from jaxdist.mesh import AXIS, GROUP, SEQUENCE, Axis, data_size, in_groups
 from jaxdist.placements.model.values import REPLICATED, Aval, Placement, Split, is_narrow, tiles
 
 HOST = "pinned_host"  # JAX's name for host memory that a device accesses directly
-_WORTH_AVOIDING = 0.1  # what a dimension to avoid costs, as a fraction of the leaf that is padding
+_WORTH_AVOIDING = 0.1  # the cost of a dimension to avoid, as a fraction of the leaf that is padding
 _Array = np.ndarray | jax.Array
 
 
@@ -29,7 +29,7 @@ class Cut:
     """The cut of a leaf along one axis of a mesh."""
 
     axis: str  # its name
-    parts: int  # slices; if fewer than the devices, each group of so many devices in a row has the whole leaf
+    parts: int  # slices; if fewer than the devices, each group of this many devices in a row has the whole leaf
     dim: int  # the dimension to cut
     pad: int = 0  # padding entries added at its end first
 
@@ -172,7 +172,7 @@ def on_host(device_layout: Layout | None, shape: Sequence[int], devices: int) ->
     """Return the layout for keeping a leaf in host memory, or None if it stays on the device."""
     if device_layout is not None:
         return layout(*device_layout.cuts, host=True)
-    # What each of several devices has whole is small. XLA wants some scalars on the device.
+    # Leaves that each of several devices has whole are small. XLA wants some scalars on the device.
     return layout(host=True) if devices == 1 and math.prod(shape) > 1 and shape else None
 
 
@@ -311,7 +311,7 @@ Bounds = tuple[tuple[int, int], ...]  # a slice's begin and end along each dimen
 
 
 def bounds(index: Sequence[slice] | None, shape: Sequence[int]) -> Bounds:
-    """Return the bounds of a device's slice of an array; those of keys have one more dimension in `index`."""
+    """Return the bounds of a device's slice of an array; for keys, `index` has one more dimension."""
     return tuple(span.indices(shape[d])[:2] for d, span in enumerate((index or ())[: len(shape)]))
 
 

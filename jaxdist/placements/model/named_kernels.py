@@ -20,10 +20,10 @@ def _attention(operands: str, results: str, reduction: str) -> Rule:
     """Return the rule of cuDNN's attention: examples and heads are independent, positions in a sequence are not.
 
     Args:
-      operands: what each is. ``q`` has the dimensions of queries, ``k`` those of keys; ``b`` is a bias, ``n`` has a
+      operands: the kind of each. ``q`` has the dimensions of queries, ``k`` of keys; ``b`` is a bias, ``n`` has a
         number for each example, ``s`` statistics of each row; ``.`` is anything else.
-      results: likewise.
-      reduction: of results that examples or heads share.
+      results: the kind of each.
+      reduction: the reduction of results that examples or heads share.
     """
 
     def rule(params: Params, ins: Shapes, outs: Shapes) -> Factors:
@@ -68,7 +68,7 @@ def whole(ins: Shapes, outs: Shapes, why: str) -> Factors:
 
 
 def _scaled_dot(params: Params, ins: Shapes, outs: Shapes) -> Factors | None:
-    """Return the loops of a product whose operands have scales for blocks of what is contracted, which stays whole."""
+    """Return the loops of a product with scales for blocks of the contracted dimension, which stays whole."""
     plain = FACTORS["dot_general"](params, ins[:2], outs)
     if plain is None:
         return None
@@ -121,7 +121,7 @@ TWINS: dict[str, Callable[..., Any]] = {}  # by the label or name of an operatio
 
 
 def twin_of(node: Node, shapes: Shapes | None = None) -> ClosedJaxpr | None:
-    """Return the program of a kernel's twin, if it has one; `shapes`: of its operands, if not those of the equation."""
+    """Return the program of a kernel's twin, if it has one, for operands of these shapes, or else of the equation's."""
     like = TWINS.get(node.label) or TWINS.get(node.name)
     return None if like is None else traced_twin(like, node.eqn, None if shapes is None else tuple(shapes))
 
@@ -129,7 +129,7 @@ def twin_of(node: Node, shapes: Shapes | None = None) -> ClosedJaxpr | None:
 @functools.lru_cache(maxsize=256)
 def traced_twin(like: Callable[..., Any], eqn: JaxprEqn, shapes: Shapes | None = None) -> ClosedJaxpr:
     """Return the program of a twin, for operands of these shapes."""
-    # An FFI call has parameters of its own besides those of the target.
+    # An FFI call has parameters of its own besides the target's.
     params = eqn.params if eqn.primitive.name != "ffi_call" else dict(eqn.params.get("attributes", ()))
     avals = list(map(aval_of, eqn.invars))
     types = [

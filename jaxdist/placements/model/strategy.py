@@ -46,7 +46,7 @@ class MeshAxis:
 
 
 class Inference(Protocol):
-    """What rules and searches ask about the axis that a block is placed over (`search.infer.Infer`)."""
+    """The axis that a block is placed over, as rules and searches see it (`search.infer.Infer`)."""
 
     axis: MeshAxis
     devices: int  # along it
@@ -71,7 +71,7 @@ class Inference(Protocol):
 
 
 class DeviceContext(Protocol):
-    """What a strategy may do on a device as its program is emitted (`jaxdist.placements.emit.emitter.Emitter`)."""
+    """A device as a strategy sees it while its program is emitted (`jaxdist.placements.emit.emitter.Emitter`)."""
 
     placed: "Propagation"
     block: Block
@@ -119,7 +119,7 @@ class Strategy:
 
     @property
     def is_repeated(self) -> bool:
-        """Check whether every device computes the whole operation, with what was sent for it."""
+        """Check whether every device computes the whole operation, with the operands sent for it."""
         return bool(self.why)
 
 
@@ -137,9 +137,9 @@ class Sends:
 class Message:
     """A collective over the axis: a value changes its form, or an operation sends."""
 
-    node: Node | None  # the operation that needs the new form, or sends; of what is returned, the one that makes it
+    node: Node | None  # the operation that needs the new form, or sends; for a returned value, the one that makes it
     kind: str  # ``"all-gather"``, ``"all-to-all"``, ``"all-reduce"``, ``"reduce-scatter"``, ``"permute"``
-    bytes: int  # of the whole value as it is sent: its padded slices together, or the sum, in the type it is added in
+    bytes: int  # of the whole value when it is sent: its padded slices together, or the sum, in the type it is added in
     of_state: bool  # it is sharded between steps, or depends only on such values
     why: str  # the reason that slices do not suffice, `IN_PLACE`, `RETURNED`, or ""
     waited_for: bool = False  # a product needs it, and unlike shards it cannot be fetched ahead
@@ -162,7 +162,7 @@ class Message:
 
 @dataclass(eq=False)
 class Propagation:
-    """A block with a placement for each value, and what it sends."""
+    """A block with a placement for each value, and its messages."""
 
     block: Block
     in_forms: tuple[Form, ...]  # the forms of its inputs
@@ -307,5 +307,5 @@ def nbytes(aval: Any) -> int:
 
 @functools.lru_cache(maxsize=64)
 def itemsize(dtype: Any) -> int:
-    """Return the bytes of an entry; of a PRNG key, those of its data."""
+    """Return the bytes of an entry; for a PRNG key, the bytes of its data."""
     return 8 if jnp.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize

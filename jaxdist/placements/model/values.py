@@ -116,7 +116,7 @@ def tile(dim: int, size: int, devices: int, of_state: bool = False) -> Split:
 
 
 def in_one_collective(source: Split | Partial, target: Split, devices: int, dtype: np.dtype) -> bool:
-    """Check whether one collective makes slices: a reduce-scatter, or an all-to-all from another dimension."""
+    """Check whether one collective makes slices: a reduce-scatter, or an all-to-all from a different dimension."""
     if isinstance(source, Partial):
         return target.is_tile(devices)
     return (

@@ -4,7 +4,7 @@ Before and after, a device has rows ``i * chunk`` to ``(i + 1) * chunk`` of the 
 padding: copies of the last real row. For two devices::
 
     x          | a b c d | e f g h |
-    cumsum(x)  | a .. abcd | e .. efgh | plus what the devices before add up to: each sends its last row
+    cumsum(x)  | a .. abcd | e .. efgh | plus the sum over the devices before: each sends its last row
     x[1:]      | b c d e | f g h h |   each device sends its first row to the one before; the last h is padding
     x[2::2]    | c e | g g |           every second row, then shifted by one
     conv(x)    of | 0 a b c d e | d e f g h 0 |   each device sends its first and last row, for a kernel of 3 rows
@@ -41,7 +41,7 @@ _SCANS: dict[str, tuple[str, Callable[[jax.Array, jax.Array], jax.Array]]] = {
 
 @special(*_SCANS)
 def _cumulative(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Accumulate a device's rows, and join what those of the devices before (if reversed: behind) come to."""
+    """Accumulate a device's rows, and join the totals of the devices before (if reversed: behind)."""
     split, aval = ins[0], ctx.block.avals[node.ins[0]]
     d, is_reversed = node.eqn.params["axis"], node.eqn.params["reverse"]
     if not _is_batch(split, aval) or split.dim != d or not is_wide(aval.dtype):
@@ -157,7 +157,7 @@ def _ends_apart(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strat
     left = _result(split, sizes[bulk])
     if not _has_all_devices(ctx, left, starts[bulk]):
         return None
-    # Often only the few rows are: those of a token before a sequence. Then nothing moves.
+    # Often only the few rows are used, such as a token before a sequence. Then nothing moves.
     shift = starts[bulk] if ctx.block.uses[node.outs[bulk]] else 0
 
     def run(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
@@ -194,7 +194,7 @@ def _with_halos(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strat
         kernel_form = REPLICATED
     elif kernel_form == form(split.along(along_kernel)) and is_wide(out.dtype) and wide(out.dtype) == out.dtype:
         if split.is_padded(ctx.n):
-            return None  # zeros in place of the padding would meet real rows, which may be infinite
+            return None  # zeros instead of the padding would meet real rows, which may be infinite
         result = Partial(gradient=node.backward)
     else:
         return None
@@ -223,7 +223,7 @@ def _over_windows(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Str
     if stride == length == 1 or params["base_dilation"][d] > 1 or tuple(params["padding"][d]) != (0, 0):
         return None  # by factors, or whole
     if split.chunk % stride:
-        return None  # a window that is a device's by its number would start on another
+        return None  # a window that is a device's by its number would start on a different device
     count, halo = ctx.block.avals[node.outs[0]].shape[d], max(length - stride, 0)
     result = _result(split, count, split.chunk // stride)
     if halo >= split.chunk or not _has_all_devices(ctx, result, 0):
@@ -241,7 +241,7 @@ def _over_windows(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Str
     return Strategy(in_forms, [result], run, sends=sends)
 
 
-# --- what they have in common
+# --- shared helpers
 
 
 def _is_batch(placement: Placement, aval: Aval) -> TypeGuard[Split]:

@@ -59,12 +59,12 @@ def _branches(
     in_placements, placed = sliced(in_placements, placed, place)
     out_placements: list[Placement] = []
     for outs in zip(*([body.returned(k) for k in range(len(body.out_placements))] for body in placed), strict=True):
-        # Zeros take any form, so they do not weaken what the other branches return.
+        # Zeros take any form, so they do not weaken the results of the other branches.
         joined, *others = [whole_if_deferred(p) for p in outs if not is_zero(p)] or [REPLICATED]
         for p in others:
             joined = join(joined, p)
         joined = inside(joined) if not isinstance(joined, Partial) else joined
-        # Not with a constant: another branch may have been taken.
+        # Not with a constant: a different branch may have been taken.
         out_placements.append(Replicated() if isinstance(joined, Replicated) else joined)
     # Again, with the results in the joined forms.
     return in_placements, out_placements, place(in_placements, [form(p) for p in out_placements])

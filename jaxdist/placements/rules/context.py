@@ -1,4 +1,4 @@
-"""What a rule may ask, the tables that rules are entered in, and the default strategies."""
+"""The context that a rule queries, the tables that rules are entered in, and the default strategies."""
 
 import functools
 import math
@@ -45,7 +45,7 @@ Strategies = tuple[Strategy, Sequence[Strategy]]  # the default, and its alterna
 
 
 class RuleContext:
-    """What a rule may ask: the block, the placements so far, and ways to cut an operation.
+    """The context that a rule queries: the block, the placements so far, and ways to cut an operation.
 
     Args:
       infer: the axis.
@@ -67,11 +67,11 @@ class RuleContext:
 
         - if nothing uses it, or one operation does (unless it is bits, which were moved): that one adds it up, into
           slices for a mark of `zero` or if the search says so (`slices`), or takes it as a summand (`linear`);
-        - if several do and the search says so (`Choice.later`): each takes it as a summand, and what they make is added
+        - if several do and the search says so (`Choice.later`): each takes it as a summand, and their results are added
           up.
 
-        Else it is added up here, once: into `slices`, or whole. If all uses cut the whole alike, `propagate` makes
-        slices. (Marks are the same from level 1 of `zero` on: that sends what level 2 does.)
+        Else it is added up here, once: into `slices`, or whole. If all uses cut the whole the same way, `propagate`
+        makes slices. (Marks are the same from level 1 of `zero` on: that sends what level 2 does.)
         """
         uses = self.block.uses[i]
         if not isinstance(placement, Partial) or not uses or (uses == 1 and not placement.bits):
@@ -89,8 +89,8 @@ class RuleContext:
     def strategies(self, node: Node) -> Strategies:
         """Return the strategies of an operation, given the placements of its operands: a function of the key.
 
-        So a rule may look at the operation and its block (the types and uses of values), at the axis, and at what the
-        key has: the placements of its operands, and whether its summands are to be added up in slices, or later.
+        So a rule may look at the operation and its block (the types and uses of values), at the axis, and at the
+        key: the placements of its operands, and whether its summands are to be added up in slices, or later.
         """
         ins = [self.placements[i] for i in node.ins]
         key: tuple[object, ...] = self.block, *ins
@@ -171,7 +171,7 @@ class RuleContext:
             return reason
         if described.operands[k][dim] is not None:
             return f"its blocks along dimension {dim} do not divide among {self.n} devices"
-        return f"each of its steps takes all of dimension {dim}, or what a table says"
+        return f"each of its steps takes all of dimension {dim}, or the part that a table gives"
 
     def batch_dim(self, node: Node, ins: Sequence[Placement], shape: tuple[int, ...]) -> int | None:
         """Return the dimension of a result that holds the batch, if it can be cut."""
@@ -225,7 +225,7 @@ class RuleContext:
 
         Operands with it are cut along it, others are whole: in ``x[perm]`` each device takes all of ``x``, and looks up
         its part of ``perm``; sorting columns exchanges rows for columns. First comes a dimension as long as some
-        operand's split one; any other will do for a lookup only, which costs what it returns.
+        operand's split one; any other will do for a lookup only, which costs as much as its result.
         """
         splits = [(p, self.block.avals[i].shape) for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split)]
         lengths = {shape[p.dim] for p, shape in splits}
@@ -244,8 +244,8 @@ class RuleContext:
     ) -> Strategy | None:
         """Cut an operation along one factor, if that is right.
 
-        A result that has the factor is split along it. One that lacks it, as ``ij,jk->ik`` lacks ``j``, is what all
-        devices' results come to: a sum is left as a Partial, another reduction is completed by the operation's `run`.
+        A result that has the factor is split along it. One that lacks it, as ``ij,jk->ik`` lacks ``j``, combines all
+        devices' results: a sum is left as a Partial, other reductions are completed by the operation's `run`.
         None if a result that is used lacks a factor that is not reduced, if padding would count, or if a sum is of a
         type that can't be added in any order.
 

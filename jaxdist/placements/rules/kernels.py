@@ -60,7 +60,7 @@ Slices = tuple[Split | None, ...]  # of the operands, then of the results
 
 
 def _proposals(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Iterator[Slices]:
-    """Yield slices of all arrays, along each factor of which an operand is split; else those of the operands."""
+    """Yield slices of all arrays for each factor that splits an operand; without factors, the operands' slices."""
     if (described := _factors_of_rule(ctx, node)) is None:
         if any(isinstance(p, Split) for p in ins) and node.eqn.params["infer_sharding_from_operands"]:
             yield tuple(p if isinstance(p, Split) else None for p in ins)
@@ -201,7 +201,7 @@ def _groups_of_device(
 ) -> Sequence[jax.Array]:
     """Move the rows of a device's groups to the front; those behind them count for no group.
 
-    If rows are to be divided over another axis, they stay, and those before the device's are a group of their own.
+    If rows are to be divided over an inner axis, they stay, and those before the device's are a group of their own.
     """
     lhs, rhs, sizes = xs
     split, group = cut.split, device.index * cut.split.chunk + jnp.arange(cut.split.chunk)
@@ -261,11 +261,11 @@ def register(
         split. A letter that occurs in no result is summed over. Or a function ``rule(params, shapes of the operands,
         shapes of the results)`` that returns such a description, or None to compute the whole operation.
       like: instead, a JAX function of the same operands (and, as keywords, parameters) that returns the same results.
-        What devices can do of it alone, they do with the kernel; it is also what the kernel's FLOPs are counted by.
+        Devices run the kernel on the parts that they can do alone; its FLOPs are counted by this function, too.
       on: operands, arrays of any shapes, on which the kernel is run at once and compared with `like`.
 
     Raises:
-      ValueError: the description is invalid, or the kernel's results on `on` are not those of `like`.
+      ValueError: the description is invalid, or the kernel's results on `on` differ from `like`'s.
 
     Example:
       >>> from jaxdist.placements import register

@@ -168,8 +168,8 @@ def _scan(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     """Place a scan; each of these may place the body anew:
 
     1. Turns that share only sums: each device loops over its own examples (`own_iterations`), and that is all.
-    2. xs split along the loop are split along another dimension, or gathered (`_unscanned`).
-    3. Carries settle (`_carried`), with constants as they come or gathered before the loop (`_with_constants`).
+    2. xs split along the loop are split along a different dimension, or gathered (`_unscanned`).
+    3. Carries settle (`_carried`), with constants unchanged or gathered before the loop (`_with_constants`).
     4. Little work over the batch: xs whole, if no turn communicates then.
     5. Constants that turns use in one slice are cut before the loop (`sliced`).
     6. The body again, its outputs in the forms that the next turn and the stack take.

@@ -98,7 +98,7 @@ def _own_code(ctx: RuleContext, node: Node, body: ClosedJaxpr, ins: Sequence[Cut
 
 
 def sent_by(body: ClosedJaxpr, placed: MeshAxis, mesh: Sequence[Axis]) -> Iterator[Sends]:
-    """Yield what the user's code sends; a message over several axes belongs to the outermost of them."""
+    """Yield the messages of the user's code; one over several axes belongs to the outermost of them."""
     sizes = {axis.name: axis.size for axis in mesh}
     for eqn, within in walk(body):
         if not moves(eqn):

@@ -22,14 +22,14 @@ def own_iterations(
 ) -> Strategy | None:
     """Split a loop over the batch whose iterations are independent but for sums of results, if it is one.
 
-    Each device loops over its own examples, and its sums are what they come to, a Partial; for two devices::
+    Each device loops over its own examples, and its sums are over these alone, a Partial; for two devices::
 
         lax.scan(lambda total, x: (total + f(x), g(x)), 0, [a, b, c, d])
 
         device 0: total = f(a) + f(b)    device 1: total = f(c) + f(d)    Partial: added up where it is used
                   ys    = [g(a), g(b)]             ys    = [g(c), g(d)]   Split(0)
     """
-    # Under `jax.vmap`, a callback with ``vmap_method="sequential"`` says that it treats each example by itself.
+    # Under `jax.vmap`, a callback with ``vmap_method="sequential"`` says that it treats each example separately.
     alone = FOR_ITSELF - {"pure_callback"} if compat.batches(node.eqn) else FOR_ITSELF
     if any(has_effect(n.eqn) or n.name in alone for n in block.nodes):
         return None

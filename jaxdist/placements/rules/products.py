@@ -16,7 +16,7 @@ from jaxdist.placements.model.strategy import IN_PLACE, Strategy, nbytes
 from jaxdist.placements.model.values import REPLICATED, Aval, Partial, Placement, Split, form, tile
 from jaxdist.placements.rules.context import RuleContext, alternative
 
-# One name for what it means forward (`_with_slices`) and backward (`_in_slices`): they pay off together, since a weight
+# One name for the forward (`_with_slices`) and backward (`_in_slices`) way: they pay off together, since a weight
 # that is not gathered for one product need not be for the other.
 NAME = "send the examples"
 

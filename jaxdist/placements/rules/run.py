@@ -68,7 +68,7 @@ class Cut:
             results = device.bind(node, xs, params)
             if described.is_even(factor):
                 return results
-            # Padding in a turn with real entries, or a turn of padding: what it gives is no copy of the last real one.
+            # Padding in a turn with real entries, or a turn of padding: its result is not a copy of the last real one.
             shapes = enumerate(device.block.shapes(node.outs), len(xs))
             parts = [described.slices(k, factor, split, shape) for k, shape in shapes]
             return [x if part is None else repeat_last(device, x, part) for x, part in zip(results, parts, strict=True)]
@@ -103,7 +103,7 @@ def repeat_last(device: DeviceContext, x: jax.Array, split: Split) -> jax.Array:
 
 
 def identity(kind: str, dtype: np.dtype) -> complex | np.ndarray | np.generic:
-    """Return what leaves a reduction as it is: the value of padding."""
+    """Return the value that leaves a reduction unchanged: the value of padding."""
     if kind in ("sum", "product"):
         return int(kind == "product")
     if jnp.issubdtype(dtype, jnp.bool_):

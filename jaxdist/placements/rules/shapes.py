@@ -54,7 +54,7 @@ def _broadcast(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strate
     if described is None or not new:
         return None
     follows = isinstance(p, Split) and described.operands[0][p.dim] is not None
-    # Over a model axis, what it meets is cut alike: the rows' statistics of flash attention, by head.
+    # Over a model axis, values that it meets are cut the same way: the rows' statistics of flash attention, by head.
     stays = ctx.infer.axis.name == MODEL or math.prod(old) == math.prod(new)
     if follows and (stays or not p.of_state):  # type: ignore[union-attr]
         return ctx.by_factors(node, ins, described)

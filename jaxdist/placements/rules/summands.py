@@ -33,7 +33,7 @@ def _goes_on(block: Block, node: Node) -> bool:
     return node.backward and node.name in ADDITION and following.name in ADDITION
 
 
-# Linear in the first operand, or in either, whatever the other is.
+# Linear in the first operand, or in either, for any value of the other.
 _IN_THE_FIRST, _IN_EITHER = LINEAR | {"cumsum", "div", "fft"}, ADDITION | CONTRACTION | {"mul", "sub"}
 
 
@@ -60,7 +60,7 @@ def passes(block: Block, node: Node, i: int, ins: Sequence[Placement]) -> bool:
     return node.name in _IN_EITHER or (k == 0 and node.name in _IN_THE_FIRST)
 
 
-# Operations that add up their operands, or put them beside each other: which operands these are, by `slice`.
+# Operations that add up their operands, or put them next to each other: which operands these are, by `slice`.
 _OF_TERMS = {
     "add": slice(None), "sub": slice(None), "add_any": slice(None), "concatenate": slice(None),
     "dynamic_update_slice": slice(0, 2), "select_n": slice(1, None),
@@ -102,7 +102,7 @@ def linear(
         case name:
             ok = name in LINEAR | ACROSS and out.size <= size and not any(partial[1:])  # not in where a slice starts
     if not ok and sum(partial) == 1 and (i := node.ins[partial.index(True)]) in later:
-        ok = passes(block, node, i, ins)  # the search tries what it costs to add up later
+        ok = passes(block, node, i, ins)  # the search tries the cost of adding up later
     if unreduced_axes:  # other operands may differ across those axes' devices: a position, a slice, a mask
         known = all(is_summand or _known(p) is not None for is_summand, p in zip(partial, ins, strict=True))
         ok = ok and node.name not in ACROSS and known

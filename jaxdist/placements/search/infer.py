@@ -35,7 +35,7 @@ class Infer:
     ):
         self.axis = MeshAxis(axis.name, axis.size, tuple(outer_axes), tuple(inner_axes), machine)
         self.devices, self.split = axis.size, split
-        # Along the model axis parameters come in slices: products with these are no work on whole matrices.
+        # Along the model axis parameters come in slices: products with these are not work on whole matrices.
         self._may_own = axis.name != MODEL or split == "owners"
         # The dimension along which to shard an array of a shape, or None: state is sharded along the last axis only.
         self.choose = (lambda shape: None) if inner_axes else choose
@@ -69,7 +69,7 @@ class Infer:
         Args:
           block: the operations.
           ins: the placements of the inputs.
-          wants: the forms in which outputs are to be returned; None: as they come.
+          wants: the forms in which to return outputs, or None to return them unchanged.
           may_stay_partial: outputs that a surrounding loop adds up. A body that two loops share is placed for each.
         """
         key: Any = block, tuple(ins), may_stay_partial
@@ -124,7 +124,7 @@ class Infer:
         return self.link.sent(kind, nbytes(aval)) if kind else 0
 
     def bytes_sent(self, kind: str, placement: Placement, target: Form, aval: Any) -> int:
-        """Return the bytes of a whole value as it is resharded: with padding, in the type in which it is added."""
+        """Return the bytes of a whole value when it is resharded: with padding, in the type in which it is added."""
         split = placement if isinstance(placement, Split) else target
         shape = list(aval.shape)
         if isinstance(split, Split) and kind != "all-reduce":

@@ -1,7 +1,7 @@
 """The marks of `jaxdist.zero` and `jaxdist.shard`: equations of `shard_p` in a traced step.
 
-A mark on an unmodified input of the step says how to keep it between steps (`marks`). A mark on what an optimizer
-takes says in which slices to add it up (`slices_wanted`): at level 1 as at level 2, as nothing needs whole gradients.
+A mark on an unmodified input of the step says how to keep it between steps (`marks`). A mark on an optimizer's
+operand says in which slices to add it up (`slices_wanted`): at level 1 as at level 2, as nothing needs whole gradients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ class Marks:
     levels: set[int] = field(default_factory=set)  # the levels used in the step
     sharded: set[int] = field(default_factory=set)  # inputs to keep in shards
     offloaded: set[int] = field(default_factory=set)  # inputs to keep in the host's memory
-    sliced: set[int] = field(default_factory=set)  # inputs of which a loop takes slices, or whose rows are looked up
+    sliced: set[int] = field(default_factory=set)  # inputs that a loop slices, or whose rows are looked up
     parameters: bool = False  # whether parameters are to be in shards as well
 
     def cuts(self, shapes: Sequence[tuple[int, ...]], devices: int) -> list[Cut | None]:
@@ -103,7 +103,7 @@ def _node(infer: Inference, node: Node, args: Sequence[_From | None], collected:
 
 
 def _mark(params: Mapping[str, Any], source: _From | None, level: int, collected: Marks) -> None:
-    """Record a mark at this level on the input that it belongs to; what it keeps in shards between steps:
+    """Record a mark at this level on the input that it belongs to; the values it keeps in shards between steps:
 
     =========  =============  =======================================================================
     role       in shards      what
@@ -111,7 +111,7 @@ def _mark(params: Mapping[str, Any], source: _From | None, level: int, collected
     state      from level 1   the optimizer's state
     gradient   never          it does not live that long; from level 1 on it is added up in slices
     parameter  from level 3   the parameters
-    requested  at any level   what the user shards (`jaxdist.shard`)
+    requested  at any level   arrays that the user shards (`jaxdist.shard`)
     =========  =============  =======================================================================
     """
     role = params["role"]

@@ -145,7 +145,7 @@ def _price(
     examples: int,
     cuts: Mapping[int, int],
 ) -> float:
-    """Return the seconds of a layout: those of the step, plus the time to send a device's part of the state.
+    """Return the seconds of a layout: the time of the step, plus the time to send a device's part of the state.
 
     Options hardly tell layouts apart, and would double the time of the search.
     """
@@ -164,7 +164,7 @@ def _price(
 
 
 def _near(on: frozenset[Class], group: frozenset[Class]) -> list[frozenset[Class]]:
-    """Return the layouts one step away: without the group; or with it, beside or instead of others of its leaves."""
+    """Return the layouts one step away: without the group; or with it, added to or instead of others of its leaves."""
     if group <= on:
         return [on - group]
     leaves = {k for tied in group for k, _ in tied}

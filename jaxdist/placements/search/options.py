@@ -35,10 +35,10 @@ def best(
     def value(on: On) -> float:
         if on not in known:
             if len(known) > most:
-                return float("inf")  # so that `descend` ends at what is known
+                return float("inf")  # so that `descend` ends at known values
             choice = _together([groups[k] for k in sorted(on)])
             placed = propagate(infer, block, ins, may_stay_partial, choice) if on else default
-            others = _messages(placed) - messages  # what both send is as unsure in both
+            others = _messages(placed) - messages  # messages of both are as unsure in both
             unsure = sum(times * infer.link.seconds(*message) for message, times in others.items())
             known[on] = _cost(infer, placed) + _SURE * unsure, placed
         return known[on][0]
@@ -73,7 +73,7 @@ def _messages(placed: Propagation) -> Counter[tuple[str, int]]:
 
 
 def _groups(infer: Inference, default: Propagation) -> list[Choice]:
-    """Return what is switched together: operations that share an input of the block, a sum, or line and shapes.
+    """Return groups to switch together: operations that share an input of the block, a sum, or line and shapes.
 
     Of one layer, products of queries, keys and values with their weights, and their inputs' gradients, are one group: a
     weight ties two of these, the sum of the inputs' gradients the rest. Gradients of weights are groups of their own.

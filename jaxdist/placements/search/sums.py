@@ -1,4 +1,4 @@
-"""Where summands are added up, if not at once into a whole value: in slices, or after the operations that take them."""
+"""Find summands to add up not at once into a whole value, but in slices, or after the operations that take them."""
 
 from jaxdist.placements.model.strategy import Inference, Propagation, nbytes
 from jaxdist.placements.model.values import REPLICATED, Form, Partial, Split
@@ -9,7 +9,7 @@ _DEEPEST = 100  # operations in a row that are followed from a sum
 
 
 def used_in_slices(infer: Inference, placed: Propagation) -> dict[int, Split]:
-    """Find summands of which each device uses one slice, like the gradient of a gathered value, and the slices."""
+    """Find summands that each device uses one slice of, like the gradient of a gathered value, and the slices."""
     block, placements = placed.block, placed.placements
     used = dict[int, Form](dict.fromkeys(block.outputs, REPLICATED))  # the form of all uses, or whole if they differ
     slices: dict[int, Split] = {}
@@ -36,8 +36,8 @@ def used_in_slices(infer: Inference, placed: Propagation) -> dict[int, Split]:
 def added_up_later(infer: Inference, default: Propagation) -> frozenset[int]:
     """Return summands that lead to smaller sums: the gradient of a weight that is built from smaller parameters.
 
-    For ``W + A @ B`` of shapes (n, n), (n, r) and (r, n), the gradient of the whole has n² entries, and what is made of
-    it 2nr. So both products take it as summands, and their results are added up.
+    For ``W + A @ B`` of shapes (n, n), (n, r) and (r, n), the gradient of the whole has n² entries, and the products
+    with it 2nr. So both products take it as summands, and their results are added up.
     """
     block, kept = default.block, {*default.block.outputs, *infer.slices_wanted(default.block)}
     known = dict[int, tuple[int, frozenset[int]]]()

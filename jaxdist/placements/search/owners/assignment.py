@@ -30,7 +30,7 @@ from jaxdist.placements.search.owners.components import (
     most_inside,
 )
 
-_SLACK = 1.25  # all devices together may take so many times as long for a stack as one owner for all of it
+_SLACK = 1.25  # all devices together may take this many times as long for a stack as one owner for all of it
 
 Way = Literal["slices", "owners"] | None  # the way to run whole-matrix work; None picks the cheaper one
 

@@ -36,7 +36,7 @@ def is_whole_work(node: Node, strategy: Strategy, placements: Sequence[Placement
     """Check whether an operation is whole-matrix work.
 
     That is a product that gathers or leaves summands; anything else, unless entrywise or linear, that every device
-    repeats on what comes in slices; or control flow with components.
+    repeats on values in slices; or control flow with components.
     """
     if strategy.bodies:
         return any(body.matrices for body in strategy.bodies)
@@ -84,7 +84,7 @@ def components(infer: Inference, placed: Propagation, moved: Counter[int]) -> li
 
 @dataclass(frozen=True)
 class _ValueFacts:
-    """What a value depends on."""
+    """The dependencies of a value."""
 
     stage: int = 0  # of the whole-matrix work that it depends on
     component: int | None = None  # the number of that work's component in the stage, if it is in one
@@ -93,7 +93,7 @@ class _ValueFacts:
 
 @dataclass(frozen=True)
 class _OperationFacts:
-    """Where an operation belongs."""
+    """The stage and component of an operation."""
 
     stage: int
     component: int | None
@@ -207,7 +207,7 @@ class _Finder:
     def _with_makers(self, members: set[int]) -> set[int]:
         """Add operations that make their operands, such as a transposed copy, unless that sends more."""
         members, operands = set(members), [i for k in sorted(members) for i in self._block.nodes[k].ins]
-        for i in operands:  # the list grows by the operands of what is added
+        for i in operands:  # the list grows by the operands of added operations
             k = self._position.get(i)
             if k is None or k in members:
                 continue

@@ -1,6 +1,6 @@
 """Run owners: operands go to them and results come back, each way in one all-to-all for each dtype on the wire.
 
-Four devices, of which d0 owns matrix A and d2 owns B; ``A1`` is the slice of A that d1 has::
+For four devices, where d0 owns matrix A and d2 owns B; ``A1`` is the slice of A that d1 has::
 
     device   sends to d0, d1, d2, d3      has after the all-to-all    returns in the same way
     d0       A0   -   B0   -              A0 A1 A2 A3                 a slice of the result of A to each
@@ -87,7 +87,7 @@ class _Run:
         held, there, back = dict(zip(node.ins, xs, strict=True)), self.there, self.back
 
         def run_works(owner: int, arrived: Parcels) -> Parcels:
-            """What an owner does between the two exchanges; -1 owns nothing."""
+            """Run the work of an owner between the two exchanges; -1 owns nothing."""
             values = dict(held)
             for i, parts in there.opened(owner, arrived):
                 values[i] = joined(parts, self.arriving[i].dim, self.arriving[i].size)
