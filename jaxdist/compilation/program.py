@@ -91,6 +91,7 @@ class Program:
         by_position = {i: x for group, items in groups for i, x in zip(group, items, strict=True)}
         return [by_position[i] for i in range(len(self.placed.avals))]
 
+    @compat.under_no_mesh
     def lower(self) -> jax.stages.Lowered:
         """Lower it, like ``jax.jit(f).lower``."""
         placed = self.placed

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import compat
-from jaxdist.mesh import AXIS, GROUP, SEQUENCE, Axis, data_size, in_groups
+from jaxdist.mesh import AXIS, GROUP, SEQUENCE, Axis, automatic, data_size, in_groups
 from jaxdist.placements.model.values import REPLICATED, Aval, Placement, Split, is_narrow, tiles
 
 HOST = "pinned_host"  # JAX's name for host memory that a device accesses directly
@@ -299,7 +299,8 @@ def _logical_type(aval: Aval, layout: Layout) -> Aval:
 @functools.cache
 def _padded_sharding(sharding: NamedSharding, layout: Layout) -> NamedSharding:
     """Return one object per layout: a step recognizes layouts by the sharding's identity."""
-    return compat.UnevenSharding(sharding.mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    # Over Explicit axes JAX would make a type of it, for a shape that it does not divide.
+    return compat.UnevenSharding(automatic(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def physical(x: Any) -> Any:
