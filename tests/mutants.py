@@ -42,6 +42,8 @@ MUTANTS: list[Mutant] = [
     Mutant("a padded end has a type over Explicit axes", "jaxdist/placements/model/layouts.py",
            "compat.UnevenSharding(automatic(sharding.mesh), ", "compat.UnevenSharding(sharding.mesh, ",
            "tests/oracle/test_explicit.py -k loop"),
+    Mutant("an exported result keeps its padding", "jaxdist/compilation/program.py",
+           "outs[i] = layout.trimmed(outs[i])", "pass", "tests/program/test_leaving.py -k is_the_step"),
     Mutant("a step stays on the mesh of its first call", "jaxdist/step/decorated.py",
            "users = mesh_of_user()", "users = next(iter(self._bound), mesh_of_user())",
            "tests/oracle/test_explicit.py -k where_the_user"),

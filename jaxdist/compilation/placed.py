@@ -20,7 +20,7 @@ from jaxdist.placements.emit.buckets import Fuse
 from jaxdist.placements.emit.compressible import compressible
 from jaxdist.placements.emit.emitter import Emitter, local_types
 from jaxdist.placements.emit.offload import staged
-from jaxdist.placements.model.layouts import Layout, sharding, spec
+from jaxdist.placements.model.layouts import Layout, layout_of, sharding, spec
 from jaxdist.placements.model.strategy import Propagation
 from jaxdist.placements.model.values import REPLICATED, Form, Placement, Split, form, tiles
 from jaxdist.placements.report import worth_splitting
@@ -176,6 +176,11 @@ class PlacedStep:
             return NamedSharding(self.mesh, spec([tuple(name for name in axes if name != GROUP) for axes in dims]))
 
         return list(map(sharding_of, self.specs()[1], self.result_layouts))
+
+    def out_layouts(self) -> list[Layout | None]:
+        """Layouts of all results as they come out of the program, of several devices."""
+        innermost, forms = passes(self.run_mesh)[-1], self.emitted[1][-1].out_forms
+        return [kept or layout_of(form, innermost) for kept, form in zip(self.result_layouts, forms, strict=True)]
 
     def cut_by_model(self) -> dict[str, int]:
         """The leaves that the model axis cuts, by name, and the dimension."""

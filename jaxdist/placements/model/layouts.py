@@ -86,7 +86,7 @@ class Layout:
             sizes[cut.dim] = sizes[cut.dim] * cut.parts - cut.pad
         return tuple(sizes)
 
-    def padded(self, x: np.ndarray, mode: Literal["constant", "edge"] = "constant") -> np.ndarray:
+    def padded(self, x: _Array, mode: Literal["constant", "edge"] = "constant") -> _Array:
         """Return the physical array of a leaf, padded with zeros, or with copies of the last entries (``"edge"``)."""
         return x if self.is_plain else _padded(x, self.cuts, mode)
 
@@ -110,14 +110,15 @@ class Layout:
         return placements
 
 
-def _padded(x: np.ndarray, cuts: Sequence[Cut], mode: Literal["constant", "edge"]) -> np.ndarray:
+def _padded(x: _Array, cuts: Sequence[Cut], mode: Literal["constant", "edge"]) -> _Array:
     if not cuts:
         return x
+    numpy: Any = np if isinstance(x, np.ndarray) else jnp
     cut, *inners = cuts
-    x = np.pad(x, [(0, cut.pad if d == cut.dim else 0) for d in range(x.ndim)], mode=mode)
+    x = numpy.pad(x, [(0, cut.pad if d == cut.dim else 0) for d in range(x.ndim)], mode=mode)
     if all(inner.pad == 0 for inner in inners):
         return x
-    return np.concatenate([_padded(part, inners, mode) for part in np.split(x, cut.parts, cut.dim)], cut.dim)
+    return numpy.concatenate([_padded(part, inners, mode) for part in numpy.split(x, cut.parts, cut.dim)], cut.dim)
 
 
 def _trimmed(x: _Array, cuts: Sequence[Cut]) -> _Array:
