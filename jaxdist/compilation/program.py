@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.export
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import compat
@@ -146,6 +146,8 @@ class Program:
         if placed.mesh.size == 1:
             return results(Interpreter({}).run(closed, *args))
         in_specs, out_specs = placed.specs()
+        if AxisType.Explicit in placed.mesh.axis_types:  # what is kept in shards may be wanted whole
+            args = jax.sharding.reshard(args, [NamedSharding(placed.mesh, spec) for spec in in_specs])
 
         def local(zero: int | jax.Array, *xs: jax.Array) -> Sequence[jax.Array]:
             if not any(x.size for x in xs):  # XLA can't divide a program all of whose arguments are empty

@@ -159,6 +159,35 @@ def test_a_loop_under_a_mesh_that_is_set(mesh: Mesh, level: Any, donate: bool) -
             assert x.sharding.mesh == mesh or not isinstance(x, jax.Array)  # one with a padded end
 
 
+def test_state_stays_where_it_is() -> None:
+    """Also what has a padded end: the step takes its memory, not that of a copy."""
+    step, state = adam(3)
+    with jax.set_mesh(DATA):
+        step = jaxdist.data_parallel(step, donate=True)
+        *first, _ = step(*state, X)
+        step(*first, X)
+    assert all(x.is_deleted() for x in jax.tree.leaves(first))
+
+
+def test_what_is_in_shards_and_wanted_whole() -> None:
+    """The labels' logits, of a table in slices along the model axis."""
+
+    def step(table: Any, tokens: Any) -> Any:
+        def loss(table: Any) -> Any:
+            found = table.at[tokens].get(mode="clip")
+            logits = jnp.tanh(found) @ table.T
+            own = jnp.take_along_axis(logits, jnp.clip(tokens, 0, 36)[..., None], -1)[..., 0]
+            return jnp.mean(jax.nn.logsumexp(logits, -1) - own)
+
+        value, grad = jax.value_and_grad(loss)(table)
+        return table - 0.1 * grad, value
+
+    table, tokens = jnp.asarray(RNG.normal(size=(37, 6))), RNG.integers(0, 41, (6, 2))
+    mesh = explicit({"data": 1, "model": 4}, devices=jax.devices()[:4])
+    got = jaxdist.parallel(step, mesh=mesh, layouts={"table": 0})(table, tokens)
+    close(jaxdist.unshard(got), jax.jit(step)(table, tokens))
+
+
 @pytest.mark.parametrize(
     ("given", "users"),
     [
