@@ -27,6 +27,7 @@ from .gradients import grad, value_and_grad
 from .launch.spawn import spawn
 from .manual import per_device
 from .observe.explain import explain
+from .observe.exporting import export_step
 from .observe.metrics import run_log
 from .observe.profile import profile
 from .observe.verify import verify
@@ -55,6 +56,7 @@ __all__ = [
     "evaluate",
     "explain",
     "export",
+    "export_step",
     "gather",
     "get_context",
     "grad",

@@ -28,6 +28,12 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 @functools.cache
+def automatic(mesh: Mesh) -> Mesh:
+    """Return the mesh with `Auto` axes, over which JAX keeps no sharding in the types of arrays."""
+    return _mesh(mesh.devices, mesh.shape)
+
+
+@functools.cache
 def in_groups(mesh: Mesh, groups: int) -> Mesh:
     """Return a mesh with its data axis as two: groups of devices in a row, and the devices of each."""
     if groups == 1:
@@ -58,7 +64,7 @@ def mesh_of(given: Sizes | Mesh, devices: Sequence[Any], owner: object = "the jo
     if unknown := [name for name in names if name not in valid]:
         raise ValueError(f"mesh: unknown axis {unknown[0]!r}; valid: {', '.join(valid)}")
     if isinstance(given, Mesh):
-        return _mesh(given.devices, given.shape)
+        return given
     sizes = list(given.values())
     if not sizes or any(type(size) is not int or (size < 1 and size != -1) for size in sizes) or sizes.count(-1) > 1:
         raise ValueError(f"mesh={dict(given)}: expected the size of each axis, -1 for one of them at most")

@@ -15,7 +15,7 @@ from jaxdist.compat import under_no_mesh
 from jaxdist.ir.primitives import mark
 from jaxdist.ir.trace import inside_step
 from jaxdist.mesh import NAMES, in_a_row
-from jaxdist.placements.model.layouts import Padded, on_device
+from jaxdist.placements.model.layouts import Padded, on_device, physical
 from jaxdist.placements.search.groups import Within, check_within
 from jaxdist.placements.search.owners import Way, check_split
 from jaxdist.precision import DTYPES, Precision, mixed
@@ -192,7 +192,7 @@ def unshard(tree: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     split: dict[Any, list[int]] = {}
     for i, x in enumerate(leaves):
-        own = getattr(x, "sharding", None)
+        own = getattr(physical(x), "sharding", None)
         if not isinstance(own, NamedSharding):
             continue
         mesh = in_a_row(own.mesh)

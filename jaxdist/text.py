@@ -12,9 +12,9 @@ def name_of(function: Any) -> str:
 
 
 @functools.cache
-def say_once(text: str) -> None:
-    """Warn, if it was not said before."""
-    logging.getLogger("jaxdist").warning("%s", text)
+def say_once(text: str, level: int = logging.WARNING) -> None:
+    """Log a text, if it was not said before."""
+    logging.getLogger("jaxdist").log(level, "%s", text)
 
 
 def text_of(*parts: Any, width: int) -> str:

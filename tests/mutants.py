@@ -32,6 +32,21 @@ class Mutant(NamedTuple):
 
 
 MUTANTS: list[Mutant] = [
+    # --- meshes of the user's
+    Mutant("an aux value is on another mesh than the user's", "jaxdist/compilation/placed.py",
+           "GROUP in self.run_mesh.shape and any(", "any(", "tests/oracle/test_explicit.py -k users_mesh"),
+    Mutant("a sharding in a step becomes a type", "jaxdist/compat/shardings.py",
+           'return _NOWHERE if api_name == "reshard" else None',
+           "return canonicalize(sharding, api_name, *args, **kwargs)",
+           "tests/oracle/test_explicit.py -k change_no_value"),
+    Mutant("a padded end has a type over Explicit axes", "jaxdist/placements/model/layouts.py",
+           "compat.UnevenSharding(automatic(sharding.mesh), ", "compat.UnevenSharding(sharding.mesh, ",
+           "tests/oracle/test_explicit.py -k loop"),
+    Mutant("an exported result keeps its padding", "jaxdist/compilation/program.py",
+           "outs[i] = layout.trimmed(outs[i])", "pass", "tests/program/test_leaving.py -k is_the_step"),
+    Mutant("a step stays on the mesh of its first call", "jaxdist/step/decorated.py",
+           "users = mesh_of_user()", "users = next(iter(self._bound), mesh_of_user())",
+           "tests/oracle/test_explicit.py -k where_the_user"),
     # --- kernels
     Mutant("a kernel may read which step it is", "jaxdist/placements/model/kernel_bodies.py",
            'name == "program_id" and not is_sum and', 'False and', "tests/program/test_explain.py -k kernels"),

@@ -26,6 +26,9 @@ REPLACED = {
     "compat/processes.py: process_prefetch.ProcessPrefetchDatasetIterator._process_failed",
     "compat/processes.py: process_prefetch._put_dataset_elements_in_buffer",
     "compat/processes.py: sys.exit",
+    "compat/shardings.py: dispatch.update_dp_aval",
+    "compat/shardings.py: pjit.check_shardings_are_auto",
+    "compat/shardings.py: shard_map._shmap_checks",
     *(f"control/debugger.py: {name}" for name in ("pdb.Pdb.interaction", "pdb.Pdb._cmdloop", "sys.stdin")),
 }
 """What is another library's and gets ours in its place; each says why. (Python asks for hooks to be replaced.)"""

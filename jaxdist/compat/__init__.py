@@ -2,7 +2,8 @@
 
 | where | what |
 |---|---|
-| `tracing`, `jaxprs` | what is being traced and its types; equations, and binding them anew |
+| `tracing`, `shardings` | what is being traced and its types; the shardings that it names |
+| `jaxprs` | equations, and binding them anew |
 | `compilation`, `devices` | the compiler; backends, devices that are not here, arrays |
 | `distributed` | `jax.config`, `jax.distributed` |
 | `processes` | what grain's workers share with their rank; how Python ends a process |
@@ -15,4 +16,5 @@ from jaxdist.compat.devices import *
 from jaxdist.compat.distributed import *
 from jaxdist.compat.jaxprs import *
 from jaxdist.compat.processes import *
+from jaxdist.compat.shardings import *
 from jaxdist.compat.tracing import *

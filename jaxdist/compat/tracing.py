@@ -5,6 +5,7 @@ import functools
 import operator
 import warnings
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -63,13 +64,30 @@ def under_no_mesh(function: Callable[A, R]) -> Callable[A, R]:
 
     @functools.wraps(function)
     def call(*args: A.args, **kwargs: A.kwargs) -> R:
-        if jax.sharding.get_abstract_mesh().empty or not _core.trace_state_clean():
+        if (mesh := _set_mesh()) is None:
             return function(*args, **kwargs)
-        mesh = jax.sharding.get_mesh()
-        with jax.set_mesh(None), _naming(jax.sharding.Mesh(mesh.devices, mesh.axis_names)):  # pyright: ignore
-            return function(*args, **kwargs)
+        token = _left.set(mesh)
+        try:
+            with jax.set_mesh(None), _naming(jax.sharding.Mesh(mesh.devices, mesh.axis_names)):  # pyright: ignore
+                return function(*args, **kwargs)
+        finally:
+            _left.reset(token)
 
     return call
+
+
+_left: ContextVar[jax.sharding.Mesh | None] = ContextVar("jaxdist_left_mesh", default=None)
+
+
+def mesh_of_user() -> jax.sharding.Mesh | None:
+    """The mesh that the user has set with `jax.set_mesh`, also in a function that runs `under_no_mesh`."""
+    return _left.get() or _set_mesh()
+
+
+def _set_mesh() -> jax.sharding.Mesh | None:
+    if jax.sharding.get_abstract_mesh().empty or not _core.trace_state_clean():
+        return None
+    return jax.sharding.get_mesh()
 
 
 @contextlib.contextmanager

@@ -7,18 +7,20 @@ from dataclasses import dataclass
 
 import jax
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.communicators import Rules
+from jaxdist.compat import under_no_mesh
 from jaxdist.compilation.signature import Avals, Signature, is_keys
 from jaxdist.compilation.tracing import TracedStep, without_collections
+from jaxdist.errors import StepError
 from jaxdist.mesh import AXIS, GROUP, MODEL, SEQUENCE, Axis, axes_of_mesh, data_size, in_groups, passes
 from jaxdist.placements.emit.buckets import Fuse
 from jaxdist.placements.emit.compressible import compressible
 from jaxdist.placements.emit.emitter import Emitter, local_types
 from jaxdist.placements.emit.offload import staged
-from jaxdist.placements.model.layouts import Layout, sharding, spec
+from jaxdist.placements.model.layouts import Layout, layout_of, sharding, spec
 from jaxdist.placements.model.strategy import Propagation
 from jaxdist.placements.model.values import REPLICATED, Form, Placement, Split, form, tiles
 from jaxdist.placements.report import worth_splitting
@@ -44,7 +46,13 @@ class PlacedStep:
         """The mesh that it runs on: the arguments' mesh, in groups if state is sharded within groups."""
         devices = data_size(self.mesh)
         parts = [cut.parts for layout in self.layouts if layout and (cut := layout.by(AXIS))]
-        return in_groups(self.mesh, max(self.step.groups, devices // min(parts, default=devices)))
+        groups = max(self.step.groups, devices // min(parts, default=devices))
+        if groups > 1 and AxisType.Explicit in self.mesh.axis_types:
+            raise StepError(
+                f"zero(within=) keeps state in {groups} groups of devices, for which a mesh {dict(self.mesh.shape)} "
+                "with Explicit axes has no axis: set or pass one with Auto axes"
+            )
+        return in_groups(self.mesh, groups)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -89,6 +97,7 @@ class PlacedStep:
         return set(self.signature.state).difference(self.step.sources)
 
     @functools.cached_property
+    @under_no_mesh
     @without_collections()
     def emitted(self) -> tuple[ClosedJaxpr, Sequence[Propagation]]:
         """The program of a device, and its placement over each axis (empty on one device)."""
@@ -150,20 +159,28 @@ class PlacedStep:
         return [_spec(axes, by_axis) for by_axis in ins], [_spec(axes, by_axis) for by_axis in outs]
 
     def result_shardings(self) -> list[NamedSharding] | None:
-        """The shardings of results of a step in groups; None without groups."""
+        """The shardings of results of a step in groups, or over Explicit axes; None of others."""
         # On the arguments' mesh where possible, so that the next call gets arguments of the same type.
-        if self.run_mesh is self.mesh:
+        is_explicit = AxisType.Explicit in self.mesh.axis_types  # types would say more than `sharding`: P('data', None)
+        if self.run_mesh is self.mesh and not is_explicit:
             return None
+        if self.mesh.size == 1:
+            return [sharding(self.mesh, layout) for layout in self.result_layouts]
 
         def sharding_of(result_spec: P, layout: Layout | None) -> NamedSharding:
             if layout is not None:
                 return sharding(self.mesh, layout)
             dims = [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in result_spec]
-            if any((GROUP in axes) != (AXIS in axes) for axes in dims):
+            if GROUP in self.run_mesh.shape and any((GROUP in axes) != (AXIS in axes) for axes in dims):
                 return NamedSharding(self.run_mesh, result_spec)
             return NamedSharding(self.mesh, spec([tuple(name for name in axes if name != GROUP) for axes in dims]))
 
         return list(map(sharding_of, self.specs()[1], self.result_layouts))
+
+    def out_layouts(self) -> list[Layout | None]:
+        """Layouts of all results as they come out of the program, of several devices."""
+        innermost, forms = passes(self.run_mesh)[-1], self.emitted[1][-1].out_forms
+        return [kept or layout_of(form, innermost) for kept, form in zip(self.result_layouts, forms, strict=True)]
 
     def cut_by_model(self) -> dict[str, int]:
         """The leaves that the model axis cuts, by name, and the dimension."""

@@ -1,13 +1,15 @@
 """The programs of one step: traced once for the types of its arguments, placed for how they are kept, compiled."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
+import jax.export
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import compat
@@ -21,8 +23,8 @@ from jaxdist.compilation.tracing import StepJaxpr, TracedStep, jaxpr_of, traced,
 from jaxdist.ir.fingerprint import dataflow
 from jaxdist.ir.interpreter import Interpreter, contains
 from jaxdist.machine import Machine
-from jaxdist.mesh import AXIS, MODEL, data_size, passes
-from jaxdist.placements.model.layouts import HOST, Layout, Padded, check_host_memory, layout_of, of_batch, on_host
+from jaxdist.mesh import AXIS, MODEL, automatic, data_size
+from jaxdist.placements.model.layouts import HOST, Layout, Padded, check_host_memory, of_batch, on_host
 
 # Calls after which a program waits for its results on virtual devices. XLA starts programs on the threads that run
 # them. Once 32 (of all programs) are under way on a device, it waits there for one to end, which has no thread to run
@@ -50,7 +52,7 @@ class Program:
         self._pick_others = picker([place_in_state[i] for i in not_donated])
         self.virtual = placed.mesh.devices.flat[0].platform == "cpu" and len(placed.mesh.local_devices) > 1
         self._calls, self._callbacks = 0, Callbacks()
-        self._unflatten = unflattener(placed.step.tree)
+        self._unflatten, self._leaf_count = unflattener(placed.step.tree), placed.step.tree.num_leaves
         self._padded_results: list[tuple[int, Layout]] = []
         run = functools.partial(self._run)
         run.__name__ = name  # type: ignore[attr-defined]
@@ -97,6 +99,7 @@ class Program:
         by_position = {i: x for group, items in groups for i, x in zip(group, items, strict=True)}
         return [by_position[i] for i in range(len(self.placed.avals))]
 
+    @compat.under_no_mesh
     @without_collections()
     def lower(self) -> jax.stages.Lowered:
         """Lower it, like ``jax.jit(f).lower``."""
@@ -112,6 +115,28 @@ class Program:
             compat.say_on_host(lowered, in_host_memory, HOST)
         return lowered
 
+    @compat.under_no_mesh
+    def export(self, platforms: Sequence[str] | None) -> jax.export.Exported:
+        """The program of whole leaves, in the order of the arguments; XLA sends its collectives."""
+        placed = dataclasses.replace(self.placed, mesh=automatic(self.placed.mesh), communicator="xla")
+        program, is_batch, leaf_count = Program(placed, (), self.name, {}), placed.signature.is_batch, self._leaf_count
+
+        def run(*leaves: jax.Array) -> list[jax.Array]:
+            triples = zip(leaves, placed.layouts, is_batch, strict=True)
+            filled = [x if layout is None else _filled(x, layout, batch) for x, layout, batch in triples]
+            outs = program._run(*([filled[i] for i in group] for group in program._groups))
+            for i, layout in program._padded_results:
+                outs[i] = layout.trimmed(outs[i])
+            return jax.tree.leaves(self._unflatten(outs[:leaf_count]))
+
+        run.__name__ = self.name
+        # What has padding in the program comes and leaves whole, so that no caller need know of it.
+        specs = [P()] * len(placed.avals) if placed.mesh.size == 1 else placed.specs()[0]
+        plain = [layout is None or layout.is_plain for layout in placed.layouts]
+        places = [NamedSharding(placed.run_mesh, s if p else P()) for s, p in zip(specs, plain, strict=True)]
+        types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in placed.avals]
+        return jax.export.export(jax.jit(run, in_shardings=tuple(places)), platforms=platforms)(*types)
+
     def _run(self, *lists: Sequence[jax.Array]) -> list[jax.Array]:
         placed, step = self.placed, self.placed.step
         args = self.by_leaf(lists)
@@ -124,10 +149,12 @@ class Program:
             pairs = zip(outs, placed.result_layouts, strict=True)
             return [jax.device_put(x, host) if layout and layout.host else x for x, layout in pairs]
 
-        closed, placements = placed.emitted
+        closed = placed.emitted[0]
         if placed.mesh.size == 1:
             return results(Interpreter({}).run(closed, *args))
         in_specs, out_specs = placed.specs()
+        if AxisType.Explicit in placed.mesh.axis_types:  # what is kept in shards may be wanted whole
+            args = jax.sharding.reshard(args, [NamedSharding(placed.mesh, spec) for spec in in_specs])
 
         def local(zero: int | jax.Array, *xs: jax.Array) -> Sequence[jax.Array]:
             if not any(x.size for x in xs):  # XLA can't divide a program all of whose arguments are empty
@@ -137,14 +164,15 @@ class Program:
         outs = jax.shard_map(
             local, mesh=placed.run_mesh, in_specs=(P(), *in_specs), out_specs=out_specs, check_vma=False,
         )(0, *args)  # fmt: skip
-        innermost = passes(placed.run_mesh)[-1]
-        layouts = [
-            kept_like or layout_of(placement, innermost)
-            for kept_like, placement in zip(placed.result_layouts, placements[-1].out_forms, strict=True)
-        ]
+        layouts = enumerate(placed.out_layouts())
         # Set as JAX traces this, before the first call's results are there: `__call__` reads it.
-        self._padded_results = [(i, layout) for i, layout in enumerate(layouts) if layout and not layout.is_plain]
+        self._padded_results = [(i, layout) for i, layout in layouts if layout and not layout.is_plain]
         return results(outs)
+
+
+def _filled(x: jax.Array, layout: Layout, is_batch: bool) -> jax.Array:
+    """A leaf with its padding: of a batch, copies of its last row."""
+    return layout.padded(x, "edge" if is_batch and x.size else "constant")
 
 
 class Pinned(NamedTuple):

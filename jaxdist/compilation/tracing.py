@@ -37,7 +37,7 @@ from jaxdist.compilation.signature import (
 from jaxdist.device_map import DeviceMap
 from jaxdist.ir.trace import inside_step, stepping, trace
 from jaxdist.machine import Machine
-from jaxdist.mesh import AXIS, MODEL, data_size, in_groups, passes
+from jaxdist.mesh import AXIS, MODEL, automatic, data_size, in_groups, passes
 from jaxdist.placements.model.layouts import Cut, Layout, choose, layout, on_host
 from jaxdist.placements.search.groups import group
 from jaxdist.placements.search.infer import Infer
@@ -187,7 +187,7 @@ def jaxpr_of(
     traces: list[tuple[TreeDef, tuple[str, ...]]] = []  # the structure of the result, and what is checked
 
     def flat(*args: PyTree) -> list[Leaf]:
-        with stepping(findings := finite.Findings(mesh)):
+        with stepping(findings := finite.Findings(automatic(mesh))):
             result = modules.run(step, args, signature.keywords)
             if check_finite:
                 findings.look_at(result, "result")
@@ -206,8 +206,8 @@ def jaxpr_of(
         closed, axis, divided = trace(flat, _arguments(signature, avals))
     except Exception as error:
         error.add_note(f"in the step {name_of(step)!r}, decorated with jaxdist.data_parallel")
-        if "mesh context" in str(error) or "context mesh" in str(error):
-            error.add_note("a step is traced without the mesh of jax.set_mesh: leave out reshard and out_sharding=")
+        if "set_mesh" in str(error) or "mesh: ()" in str(error):
+            error.add_note("a step is traced without the mesh of jax.set_mesh: name axes in jax.sharding.reshard alone")
         raise
     # Steps that were written for `jax.pmap` divide by the number of devices themselves.
     if mesh.size > 1 and get_context().is_root:

@@ -20,6 +20,7 @@ from jaxdist import compat
 from jaxdist.errors import StepError
 from jaxdist.ir.interpreter import Interpreter, axes_of, groups_of, subjaxprs
 from jaxdist.mesh import AXIS, MODEL, SEQUENCE
+from jaxdist.text import say_once
 
 _step: ContextVar[Any] = ContextVar("jaxdist_inside_step", default=None)
 _KNOWN = (AXIS, MODEL, SEQUENCE)
@@ -38,6 +39,12 @@ def current_step() -> Any:
 def on_device() -> bool:
     """Check whether code is being traced per device (`jaxdist.per_device`, `jax.shard_map`)."""
     return not compat.manual_axes().isdisjoint(_KNOWN)
+
+
+compat.ignore_shardings(
+    lambda: None if (step := _step.get()) is None else step.mesh,
+    lambda: say_once("shardings that a step names are ignored: jaxdist divides its values itself", logging.INFO),
+)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,11 @@
 """`explain`: the communication of a step, work that every device repeats, and the reasons."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxdist.compilation.placed import PlacedStep
 from jaxdist.placements.report import Row, rows, text
 from jaxdist.step.data_parallel import data_parallel
 from jaxdist.step.decorated import DataParallel
@@ -17,6 +19,19 @@ class Explanation:
     cut: Mapping[str, int]  # state leaves that the model axis cuts, by name, with the dimension
     mesh: str  # the chosen mesh and the reason, or "" if it was given
     verbose: bool
+    _placed: PlacedStep
+
+    @property
+    def program(self) -> str:
+        """The program of one device as a jaxpr, with your lines, after the arguments and how each lies on the mesh."""
+        names, types = self._placed.signature.names, self._placed.physical_types
+        text = self._placed.emitted[0].jaxpr.pretty_print(source_info=True)
+        text = re.sub(r" *# *(\S*/jaxdist/.*)?$", "", text, flags=re.MULTILINE)  # lines of ours
+        arguments = re.search(r"^{ lambda [^;]*;(.*?)\. let", text, re.MULTILINE | re.DOTALL)
+        variables = re.findall(r"(\w+):", arguments[1] if arguments else "")
+        triples = zip(variables, names, types, strict=True)
+        lines = [f"# {v} = {name}: {x.dtype}{[*x.shape]}, {x.sharding.spec}" for v, name, x in triples]
+        return "\n".join([f"# one device of {dict(self._placed.run_mesh.shape)}", *lines, text])
 
     def __str__(self) -> str:
         mesh = [f"mesh: {self.mesh}"] * bool(self.mesh)
@@ -41,7 +56,7 @@ def explain(step: Callable[..., Any], *args: Any, verbose: bool = False, **kwarg
       **kwargs: keyword arguments of the step.
 
     Returns:
-      An `Explanation`; ``print`` it.
+      An `Explanation`; ``print`` it. Its `program` is the program of one device, as text.
 
     Example:
       >>> import jax.numpy as jnp, jaxdist
@@ -51,4 +66,4 @@ def explain(step: Callable[..., Any], *args: Any, verbose: bool = False, **kwarg
     """
     decorated: DataParallel = step if isinstance(step, DataParallel) else data_parallel(step)  # type: ignore[assignment]
     placed = decorated.program(*args, **kwargs).placed
-    return Explanation(tuple(rows(placed.emitted[1])), placed.cut_by_model(), decorated.why, verbose)
+    return Explanation(tuple(rows(placed.emitted[1])), placed.cut_by_model(), decorated.why, verbose, placed)

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from jaxdist.agreement.every_rank import Part, on_every_rank
-from jaxdist.compat import under_no_mesh
+from jaxdist.compat import mesh_of_user, under_no_mesh
 from jaxdist.compilation import modules
 from jaxdist.compilation.calling import AUTO, AnyMesh, Settings
 from jaxdist.compilation.program import Pinned, Program
@@ -22,9 +22,9 @@ from jaxdist.forecast.choice import ChosenMesh, Forecast, choose, in_words
 from jaxdist.ir.primitives import plain_p
 from jaxdist.ir.trace import inside_step, with_axis
 from jaxdist.machine import Machine
-from jaxdist.mesh import mesh_of
+from jaxdist.mesh import NAMES, automatic, mesh_of
 from jaxdist.proof.compare import Verified
-from jaxdist.runtime.context import Context, get_context, machine_of
+from jaxdist.runtime.context import Context, get_context, machine_of, map_of
 from jaxdist.step import batch
 from jaxdist.step.calls import Arguments, Calls
 from jaxdist.step.leaves import abstract, sharding_over_any
@@ -46,7 +46,7 @@ class DataParallel(Generic[P, R]):
         self._settings = settings
         step = settings.step
         self._base = name_of(step)
-        self._bound: Calls | None = None
+        self._bound: dict[Mesh | None, Calls] = {}  # by the mesh that the user has set
         self.why = ""  # it has chosen its mesh
 
     def __reduce__(self) -> str | tuple[Callable[[Settings], "DataParallel"], tuple[Settings]]:
@@ -117,8 +117,8 @@ class DataParallel(Generic[P, R]):
 
     def clear_cache(self) -> None:
         """Forget traces and compiled programs, like ``jax.jit(step).clear_cache``."""
-        if self._bound is not None:
-            self._bound.clear()
+        for calls in self._bound.values():
+            calls.clear()
 
     @property
     def mesh(self) -> AnyMesh | None:
@@ -151,15 +151,36 @@ class DataParallel(Generic[P, R]):
 
     def _calls(self, args: Args, kwargs: Kwargs) -> Calls:
         """The calls of the step, once its devices are settled; with ``mesh="auto"`` for a call of these arguments."""
-        if self._bound is None:
+        users = mesh_of_user()
+        if users not in self._bound:
             context = get_context()
             declared, input_mesh = self._settings.mesh, None
             if declared == AUTO:
                 declared, self.why = self._chosen(context, args, kwargs)
                 input_mesh = context.mesh
             mesh = context.mesh if declared is None else mesh_of(declared, context.devices)
-            self._bound = Calls(self._base, self._settings, context, mesh, input_mesh)
-        return self._bound
+            mesh = self._where_results_live(mesh, users) if users else mesh
+            same_mesh = (calls for calls in self._bound.values() if calls.mesh == mesh)
+            new = functools.partial(Calls, self._base, self._settings, context, mesh, input_mesh)
+            self._bound[users] = next(same_mesh, None) or new()
+        return self._bound[users]
+
+    def _where_results_live(self, mesh: Mesh, users: Mesh) -> Mesh:
+        """The mesh of `jax.set_mesh`, if it has the step's axes and devices; else the step's own."""
+        if isinstance(self._settings.mesh, Mesh):
+            return users if automatic(users) == automatic(mesh) else mesh
+        same_devices = {*users.devices.flat} == {*mesh.devices.flat}
+        if same_devices and users.shape == mesh.shape and map_of(users).shares == map_of(mesh).shares:
+            return users
+        if AxisType.Explicit not in users.axis_types:
+            return mesh
+        advice = "set one of the step's axes and devices, or one with Auto axes"
+        if same_devices and {*users.axis_names} <= {*NAMES}:
+            advice = "decorate with jaxdist.parallel(mesh=jax.sharding.get_mesh()), whose rows are ctx.rows(n, mesh)"
+        raise StepError(
+            f"step {self._base!r} runs on {_in_words(mesh)}, and jax.set_mesh has set {_in_words(users)} with Explicit "
+            f"axes, whose arrays go with no others: {advice}"
+        )
 
     def _chosen(self, context: Context, args: Args, kwargs: Kwargs) -> ChosenMesh:
         """The fastest mesh for a call, the same on every rank. Every rank calls it."""
@@ -188,6 +209,10 @@ class DataParallel(Generic[P, R]):
             batch.check(signature.names[i], avals[i])
         shardings = {i: sharding for i in signature.state if (sharding := sharding_over_any(leaves[i])) is not None}
         return Forecast(self._settings, calls.cache, signature, avals, shardings, mesh, machine)
+
+
+def _in_words(mesh: Mesh) -> str:
+    return f"a mesh {dict(mesh.shape)} of the devices {', '.join(str(d.id) for d in mesh.devices.flat)}"
 
 
 def decorated_with(settings: Settings) -> DataParallel:

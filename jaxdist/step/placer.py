@@ -57,7 +57,7 @@ class Placer:
 
     def layout(self, x: Leaf) -> CurrentLayout:
         """Return a leaf's layout on the mesh, None if it is whole, `ELSEWHERE` if it is not on the mesh."""
-        current = x.sharding if isinstance(x, (Padded, jax.Array)) else None
+        current = physical(x).sharding if isinstance(x, (Padded, jax.Array)) else None
         if not isinstance(current, NamedSharding) or in_a_row(current.mesh) != self.mesh:
             return ELSEWHERE
         if type(x) is Padded:

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,12 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import compat
-from jaxdist.mesh import AXIS, GROUP, SEQUENCE, Axis, data_size, in_groups
+from jaxdist.mesh import AXIS, GROUP, SEQUENCE, Axis, automatic, data_size, in_groups
 from jaxdist.placements.model.values import REPLICATED, Aval, Placement, Split, is_narrow, tiles
 
 HOST = "pinned_host"  # JAX's name for host memory that a device accesses directly
 _WORTH_AVOIDING = 0.1  # the cost of a dimension to avoid, as a fraction of the leaf that is padding
-_Array = np.ndarray | jax.Array
+_Array = TypeVar("_Array", bound=np.ndarray | jax.Array)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Layout:
             sizes[cut.dim] = sizes[cut.dim] * cut.parts - cut.pad
         return tuple(sizes)
 
-    def padded(self, x: np.ndarray, mode: Literal["constant", "edge"] = "constant") -> np.ndarray:
+    def padded(self, x: _Array, mode: Literal["constant", "edge"] = "constant") -> _Array:
         """Return the physical array of a leaf, padded with zeros, or with copies of the last entries (``"edge"``)."""
         return x if self.is_plain else _padded(x, self.cuts, mode)
 
@@ -110,14 +110,15 @@ class Layout:
         return placements
 
 
-def _padded(x: np.ndarray, cuts: Sequence[Cut], mode: Literal["constant", "edge"]) -> np.ndarray:
+def _padded(x: _Array, cuts: Sequence[Cut], mode: Literal["constant", "edge"]) -> _Array:
     if not cuts:
         return x
+    numpy: Any = np if isinstance(x, np.ndarray) else jnp
     cut, *inners = cuts
-    x = np.pad(x, [(0, cut.pad if d == cut.dim else 0) for d in range(x.ndim)], mode=mode)
+    x = numpy.pad(x, [(0, cut.pad if d == cut.dim else 0) for d in range(x.ndim)], mode=mode)
     if all(inner.pad == 0 for inner in inners):
         return x
-    return np.concatenate([_padded(part, inners, mode) for part in np.split(x, cut.parts, cut.dim)], cut.dim)
+    return numpy.concatenate([_padded(part, inners, mode) for part in numpy.split(x, cut.parts, cut.dim)], cut.dim)
 
 
 def _trimmed(x: _Array, cuts: Sequence[Cut]) -> _Array:
@@ -130,7 +131,7 @@ def _trimmed(x: _Array, cuts: Sequence[Cut]) -> _Array:
         outer = (slice(None),) * cut.dim
         parts = [x[(*outer, slice(k * rows, (k + 1) * rows))] for k in range(cut.parts)]
         x = numpy.concatenate([_trimmed(part, inners) for part in parts], cut.dim)
-    return x[(slice(None),) * cut.dim + (slice(x.shape[cut.dim] - cut.pad),)]
+    return x[(slice(None),) * cut.dim + (slice(x.shape[cut.dim] - cut.pad),)]  # type: ignore[return-value]
 
 
 def layout(*cuts: Cut, host: bool = False) -> Layout:
@@ -299,7 +300,8 @@ def _logical_type(aval: Aval, layout: Layout) -> Aval:
 @functools.cache
 def _padded_sharding(sharding: NamedSharding, layout: Layout) -> NamedSharding:
     """Return one object per layout: a step recognizes layouts by the sharding's identity."""
-    return compat.UnevenSharding(sharding.mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    # Over Explicit axes JAX would make a type of it, for a shape that it does not divide.
+    return compat.UnevenSharding(automatic(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def physical(x: Any) -> Any:

@@ -31,8 +31,6 @@ def _shard_map(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strate
     sizes |= {AXIS: groups * sizes[AXIS]} if AXIS in sizes else {}
     if {name: size for name, size in mesh.shape.items() if size > 1} != {k: n for k, n in sizes.items() if n > 1}:
         raise refuse(node, f"its mesh is {dict(mesh.shape)}, and the step runs on {sizes}")
-    if not sizes.keys() <= (named := params["newly_manual_axes"]):
-        raise refuse(node, f"it names the axes {sorted(named)} of its mesh alone, of {list(sizes)}")
 
     def names(spec: Any) -> Cuts:
         axes_by_dim = [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in spec]
@@ -126,6 +124,7 @@ class _Untyped(Interpreter):
         super().__init__(
             {
                 compat.pvary_p: lambda _, eqn, x: x,
+                primitives.sharding_constraint_p: lambda _, eqn, x: x,  # over an axis that the user's code leaves whole
                 compat.psum_invariant_p: lambda _, eqn, x: lax.psum(x, eqn.params["axes"]),
                 compat.all_gather_invariant_p: lambda _, eqn, x: lax.all_gather(
                     x, eqn.params["axis_name"], axis=eqn.params["all_gather_dimension"], tiled=eqn.params["tiled"]
@@ -136,8 +135,7 @@ class _Untyped(Interpreter):
             self.rules[getattr(primitives, name)] = _without_sharding
 
     def eval_eqn(self, eqn: Any, *args: Any) -> Sequence[Any]:
-        if len(self.data) > 1:  # types of literals also name the one-axis mesh
-            args = tuple(x if isinstance(x, jax.Array) else _literal(x) for x in args)
+        args = tuple(x if isinstance(x, jax.Array) else _literal(x) for x in args)  # typed, too
         if len(self.data) > 1 and AXIS in axes_of(eqn):
             if eqn.primitive is primitives.axis_index_p:
                 return [lax.axis_index(self.data)]
