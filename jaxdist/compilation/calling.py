@@ -76,10 +76,12 @@ def _static(name: str, value: Leaf) -> Static:
 
 
 AnyMesh = Mesh | Sizes | Literal["auto"]
-Layouts = Mapping[str, int | None]  # the dimension to cut, by a regular expression for the names of leaves of the state
+# The dimension to cut, by a regular expression for the names of leaves of the state; or the model's own annotations.
+Layouts = Mapping[str, int | None] | Literal["annotations"]
 Batch = int | str
 Compression = Literal["bf16", "fp16"]
 AUTO: Literal["auto"] = "auto"
+ANNOTATIONS: Literal["annotations"] = "annotations"
 COMPRESSIONS = {"bf16": "bfloat16", "fp16": "float16"}
 
 

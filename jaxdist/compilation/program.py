@@ -16,7 +16,7 @@ from jaxdist import compat
 from jaxdist.agreement.calls import Traced
 from jaxdist.communicators import Rules, compiler_options, default_bucket_bytes, lowering
 from jaxdist.compilation.callbacks import Callbacks
-from jaxdist.compilation.calling import COMPRESSIONS, Settings
+from jaxdist.compilation.calling import ANNOTATIONS, COMPRESSIONS, Settings
 from jaxdist.compilation.placed import PlacedStep
 from jaxdist.compilation.signature import Avals, Leaf, PyTree, Signature, picker, unflattener
 from jaxdist.compilation.tracing import StepJaxpr, TracedStep, jaxpr_of, traced, without_collections
@@ -208,12 +208,15 @@ class ProgramCache:
         self._traces.clear()
         self._programs.clear()
 
-    def program(self, signature: Signature, types: Avals, current: Mapping[int, Layout]) -> Program:
+    def program(
+        self, signature: Signature, types: Avals, current: Mapping[int, Layout], elsewhere: Mapping[int, int]
+    ) -> Program:
         """The program for leaves of these types: state that is in shards stays so, other state as the step wants it.
 
-        `current` has the layout of each leaf of the state that is in shards on the mesh.
+        `current` has the layout of each leaf of the state that is in shards on the mesh, `elsewhere` the dimension of
+        each that a model axis cuts on another mesh.
         """
-        trace = self._traced(signature, types, current)
+        trace = self._traced(signature, types, current, elsewhere)
         layouts: list[Layout | None] = list(trace.layouts)
         groups = trace.groups
         for i, layout in current.items():
@@ -241,12 +244,15 @@ class ProgramCache:
             self._jaxprs[(key, mesh) if contains(step.jaxpr.jaxpr, [compat.shard_map_p]) else key] = step
         return step
 
-    def _traced(self, signature: Signature, types: Avals, current: Mapping[int, Layout]) -> TracedStep:
+    def _traced(
+        self, signature: Signature, types: Avals, current: Mapping[int, Layout], elsewhere: Mapping[int, int]
+    ) -> TracedStep:
         """Return the step traced for leaves of these types, analyzed."""
         step = self.jaxpr(signature, types)
         layouts, key, model_dims = self._settings.layouts, (signature, id(step), False), dict[int, int]()
-        if layouts is None and self._mesh.shape.get(MODEL, 1) > 1:
-            model_dims = {i: cut.dim for i, layout in current.items() if (cut := layout.by(MODEL))}
+        if layouts in (None, ANNOTATIONS) and self._mesh.shape.get(MODEL, 1) > 1:
+            here = {i: cut.dim for i, layout in current.items() if (cut := layout.by(MODEL))}
+            model_dims = {**elsewhere, **here}
         # Cuts that leaves come with are not searched for; the first decide, for all that come cut later. Where a search
         # was made before, for leaves that came whole, its cuts serve too.
         if model_dims and key not in self._traces:

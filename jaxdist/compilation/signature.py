@@ -102,6 +102,8 @@ class Signature:
     keywords: tuple[str, ...]  # names of the last arguments, which go by keyword
     numbers: frozenset[int]  # positions of leaves that are numbers and constants
     constants: tuple[tuple[str, str], ...]  # the name and, in words, the value of each constant among the arguments
+    # The dimension of each leaf that its model wants the model axis to cut; a leaf of which it wants it whole, None.
+    annotated: tuple[tuple[int, int | None], ...] = ()
 
     def data(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """The leaves that are data, of all leaves of the arguments; the others are constants of the program."""

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxdist.compat import trace_state_clean
 from jaxdist.compilation import finite, modules
-from jaxdist.compilation.calling import Layouts
+from jaxdist.compilation.calling import ANNOTATIONS, Layouts
 from jaxdist.compilation.signature import (
     NUMBERS,
     Args,
@@ -273,19 +273,23 @@ def _cut_by_model(
     parts = mesh.shape.get(MODEL, 1)
     if parts == 1:
         dims = {}
-    elif layouts is None:
+    elif layouts is None or layouts == ANNOTATIONS:
+        if layouts and not signature.annotated:
+            names = ", ".join(signature.names[i] for i in signature.state[:8])
+            raise ValueError(f"layouts={layouts!r}: no annotation of flax in {names} names the axis {MODEL!r}")
         infer = infer.over(passes(mesh), 0)
         block = infer.block(closed)
         block.outermost = True
-        dims = search(infer, block, signature.state, sources, signature.names, mesh.size // parts, model_dims)
+        given = {**{i: d for i, d in signature.annotated if not signature.is_batch[i]}, **model_dims}
+        dims = search(infer, block, signature.state, sources, signature.names, mesh.size // parts, given)
     else:
         dims = _named(layouts, signature, avals, parts)
 
-    cuts = {i: Cut(MODEL, parts, dim, -avals[i].shape[dim] % parts) for i, dim in dims.items()}
+    cuts = {i: Cut(MODEL, parts, d, -avals[i].shape[d] % parts) for i, d in dims.items() if d is not None}
     return [layout(cuts[i]) if i in cuts else layout() for i in range(len(avals))]
 
 
-def _named(layouts: Layouts, signature: Signature, avals: Avals, parts: int) -> dict[int, int]:
+def _named(layouts: Mapping[str, int | None], signature: Signature, avals: Avals, parts: int) -> dict[int, int]:
     """The arguments that the user's expressions name, and the dimension."""
     dims = dict[int, int]()
     used = set[str]()  # expressions

@@ -16,6 +16,7 @@ from jaxdist.compilation import finite, modules
 from jaxdist.compilation.calling import Settings
 from jaxdist.compilation.program import Pinned, Program, ProgramCache, TraceSettings
 from jaxdist.compilation.signature import Args, Leaf, PyTree, Signature, Structure, flat
+from jaxdist.mesh import MODEL
 from jaxdist.placements import report
 from jaxdist.placements.model.layouts import Layout, physical
 from jaxdist.runtime.context import Context, machine_of
@@ -24,8 +25,8 @@ from jaxdist.step.cached_call import CachedCall
 from jaxdist.step.comparing import CallComparison, CallName
 from jaxdist.step.donated import Donation, check_not_donated
 from jaxdist.step.donated import latest as latest_donations
-from jaxdist.step.leaves import spans, type_key
-from jaxdist.step.placer import Placer
+from jaxdist.step.leaves import dim_along, spans, type_key
+from jaxdist.step.placer import ELSEWHERE, Placer
 from jaxdist.step.proving import require_equal
 from jaxdist.step.reading import Reader
 from jaxdist.step.values import DifferingRanks, ValueCheck
@@ -203,7 +204,8 @@ class Calls:
         self.placer.check(signature, data)
         layouts = [(i, self.placer.layout(data[i])) for i in signature.state]
         in_shards = {i: layout for i, layout in layouts if isinstance(layout, Layout)}
-        return self.cache.program(signature, self.placer.types(signature, data), in_shards)
+        elsewhere = {i: dim for i, x in layouts if x is ELSEWHERE and (dim := dim_along(data[i], MODEL)) is not None}
+        return self.cache.program(signature, self.placer.types(signature, data), in_shards, elsewhere)
 
     def _rows(self, leaves: Sequence[Leaf], totals: Sequence[int | None] | None = None) -> Rows:
         """Return the rows of each leaf, of this rank and of all: `totals`, or as far as this rank knows."""

@@ -7,7 +7,17 @@ from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 from jax.sharding import Mesh
 
 from jaxdist.compat import is_pmapped
-from jaxdist.compilation.calling import AUTO, COMPRESSIONS, AnyMesh, Batch, Calling, Compression, Layouts, Settings
+from jaxdist.compilation.calling import (
+    ANNOTATIONS,
+    AUTO,
+    COMPRESSIONS,
+    AnyMesh,
+    Batch,
+    Calling,
+    Compression,
+    Layouts,
+    Settings,
+)
 from jaxdist.mesh import AXIS, Sizes
 from jaxdist.step.decorated import DataParallel, decorated_with
 
@@ -144,7 +154,7 @@ def parallel(
     step: Callable[..., Any] | None = None,
     *,
     mesh: Mesh | Sizes | Literal["auto"],
-    layouts: Mapping[str, int | None] | None = None,
+    layouts: Layouts | None = None,
     **options: Unpack[Options],
 ) -> Any:
     """Run a step as `data_parallel` does, on a mesh that also divides the model and sequences.
@@ -154,7 +164,9 @@ def parallel(
     * ``"model"`` cuts the leaves of the state along the dimensions in `layouts`, or along dimensions that jaxdist
       finds: in a transformer, the heads of the attention and the hidden layer of each feed-forward network.
 
-    A leaf that is already cut stays cut.
+    A leaf that is already cut stays cut. One that flax's annotations cut along ``"model"`` is cut so, and what belongs
+    to it (`nn.with_partitioning`, `nnx.with_partitioning`, and logical names by the rules that are set at the first
+    call).
 
     Args:
       step: see `data_parallel`.
@@ -163,8 +175,9 @@ def parallel(
         `jaxdist.planning.fit` ranks first, or the mesh of state that is sharded already. Each process then passes its
         own rows of the batch (`Context.rows` without a mesh).
       layouts: regular expressions and the dimension that the model axis cuts, or None for no cut. The first expression
-        found in the name of a leaf (``"params['w']"``) applies; other leaves are whole. By default, jaxdist searches
-        for the cheapest dimensions, and `explain` lists them.
+        found in the name of a leaf (``"params['w']"``) applies; other leaves are whole. With ``"annotations"``, those
+        of flax, which there must be. By default, they are followed if there are any that name ``"model"``; else jaxdist
+        searches for the cheapest dimensions, and `explain` lists them.
       options: all other arguments of `data_parallel`.
 
     Raises:
@@ -186,7 +199,7 @@ def parallel(
         raise (ValueError if isinstance(mesh, str) else TypeError)(
             f"mesh={mesh!r}: the sizes of its axes, as {{'data': 2, 'model': 4}}, a jax.sharding.Mesh, or 'auto'"
         )
-    if layouts is not None:
+    if layouts is not None and layouts != ANNOTATIONS:
         _check_layouts(layouts)
     return decorator(step, mesh, layouts, options)
 
@@ -242,7 +255,7 @@ def _check(values: Mapping[str, Any]) -> None:
 def _check_layouts(layouts: object) -> None:
     """Refuse anything but dimensions by regular expressions."""
     if not isinstance(layouts, Mapping):
-        raise TypeError(f'layouts={layouts!r}: a dictionary, as {{r"Dense_0.*kernel": 1}}')
+        raise TypeError(f'layouts={layouts!r}: a dictionary, as {{r"Dense_0.*kernel": 1}}, or {ANNOTATIONS!r}')
     for expression, dim in layouts.items():
         try:
             re.compile(expression)

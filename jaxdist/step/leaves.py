@@ -32,3 +32,10 @@ def sharding_over_any(x: Leaf) -> NamedSharding | None:
     """Return the sharding of a leaf that is in shards, over any devices; None for other leaves."""
     current = getattr(physical(x), "sharding", None)
     return current if isinstance(current, NamedSharding) and not current.is_fully_replicated else None
+
+
+def dim_along(x: Leaf, axis: str) -> int | None:
+    """Return the dimension of a leaf that an axis of this name cuts, on any mesh."""
+    current = sharding_over_any(x)
+    by_dim = [axes if isinstance(axes, tuple) else (axes,) for axes in current.spec] if current else []
+    return next((dim for dim, axes in enumerate(by_dim) if axis in axes), None)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import jax
 
+from jaxdist.compilation.annotations import model_dims
 from jaxdist.compilation.calling import Settings
 from jaxdist.compilation.program import ProgramCache
 from jaxdist.compilation.signature import (
@@ -64,9 +65,12 @@ class Reader:
         static = [(name, x.value) for name, x in zip(parameters, args, strict=True) if isinstance(x, Static)]
         static += [(leaf_names[c.position], c.value) for c in constants]
         marked = [x if data else Static(x) for x, data in zip(leaves, is_data, strict=True)]
+        annotations = enumerate(itertools.compress(model_dims(args), is_data))
+        annotated = [(i, dim) for i, (dim, is_annotated) in annotations if is_annotated]
         signature = Signature(
             with_constants(whole, marked), (False,) * len(names), names, tuple(parameters), keywords, numbers,
             tuple((name, constant_text(value)) for name, value in static),
+            tuple(annotated) if any(dim is not None for _, dim in annotated) else (),
         )  # fmt: skip
         leaves = signature.data(leaves)
         if self._declared is not None:

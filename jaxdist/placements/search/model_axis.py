@@ -36,9 +36,9 @@ def search(
     sources: Sequence[int | None],
     names: Sequence[str],
     examples: int = 1,
-    given: Mapping[int, int] | None = None,
-) -> dict[int, int]:
-    """Return the best dimension to cut for each input; omitted inputs stay whole."""
+    given: Mapping[int, int | None] | None = None,
+) -> Mapping[int, int | None]:
+    """Return the best dimension to cut for each input; omitted inputs stay whole, and those for which None is given."""
     classes = _Classes(infer, block, state, sources)
     if given:
         return {**_cuts([tied for tied in reversed(classes.all) if not tied.isdisjoint(given.items())]), **given}

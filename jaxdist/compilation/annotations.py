@@ -1,0 +1,43 @@
+"""What flax's models say of themselves: the dimension of each parameter that the model axis is to cut."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxdist.compilation.signature import Args
+from jaxdist.mesh import MODEL
+
+
+def model_dims(args: Args) -> list[tuple[int | None, bool]]:
+    """For each leaf, the dimension that its annotation gives to the model axis, if any, and whether it has one.
+
+    Logical names are those of the rules that are set (`flax.linen.logical_axis_rules`), or of the annotation's own.
+    """
+    kinds = [getattr(sys.modules.get(module), name, None) for module, name in _KINDS]
+    annotated = tuple(kind for kind in kinds if kind is not None)
+    found = list[tuple[int | None, bool]]()
+    for x in jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, annotated)):
+        axes, count = _axes(x) if isinstance(x, annotated) else (), len(jax.tree.leaves(x))
+        dims = [d for d, several in enumerate(axes) if MODEL in (several if isinstance(several, tuple) else (several,))]
+        found += [(dims[0] if dims else None, bool(axes)) if count == 1 else (None, False)] * count
+    return found
+
+
+# Where nobody has imported flax there are none.
+_KINDS = ("flax.core.meta", "AxisMetadata"), ("flax.nnx", "Variable")
+
+
+def _axes(x: Any) -> Sequence[Any]:
+    """The axes of the mesh that an annotation names for each dimension."""
+    from flax import linen
+    from flax.core import spmd
+
+    if not hasattr(x, "get_metadata"):
+        names = tuple(getattr(x, "names", ()))
+        return linen.logical_to_mesh_axes(names, x.rules) or () if hasattr(x, "rules") else names
+    said = x.get_metadata()
+    names = next((said[key] for key in ("out_sharding", "sharding_names", "sharding") if said.get(key)), ())
+    rules = dict([*spmd.get_logical_axis_rules(), *(said.get("sharding_rules") or ())])
+    return [rules.get(name, name) for name in getattr(names, "spec", names)]
