@@ -1,4 +1,4 @@
-"""What flax's models say of themselves: the dimension of each parameter that the model axis is to cut."""
+"""Read the annotations of flax's models: the dimension of each parameter that the model axis is to cut."""
 
 import sys
 from collections.abc import Sequence
@@ -25,18 +25,18 @@ def model_dims(args: Args) -> list[tuple[int | None, bool]]:
     return found
 
 
-# Where nobody has imported flax there are none.
+# If nobody has imported flax, nothing is annotated.
 _KINDS = ("flax.core.meta", "AxisMetadata"), ("flax.nnx", "Variable")
 
 
 def _axes(x: Any) -> Sequence[Any]:
     """The axes of the mesh that an annotation names for each dimension."""
-    from flax import linen
     from flax.core import spmd
+    from flax.linen.spmd import logical_to_mesh_axes
 
     if not hasattr(x, "get_metadata"):
         names = tuple(getattr(x, "names", ()))
-        return linen.logical_to_mesh_axes(names, x.rules) or () if hasattr(x, "rules") else names
+        return tuple(logical_to_mesh_axes(names, x.rules) or ()) if hasattr(x, "rules") else names
     said = x.get_metadata()
     names = next((said[key] for key in ("out_sharding", "sharding_names", "sharding") if said.get(key)), ())
     rules = dict([*spmd.get_logical_axis_rules(), *(said.get("sharding_rules") or ())])
