@@ -51,7 +51,7 @@ def ignore_shardings(mesh_of_step: Callable[[], Mesh | None], note: Callable[[],
     @functools.wraps(type_put)
     def whole_type(aval: Any, place: Any) -> Any:
         put = type_put(aval, place)
-        return put.update(sharding=aval.sharding) if ignores() else put
+        return put.update(sharding=aval.sharding) if put is not aval and ignores() else put
 
     pjit.check_shardings_are_auto = check_constraint
     shard_map._shmap_checks = check_mesh

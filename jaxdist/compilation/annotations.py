@@ -20,7 +20,8 @@ def model_dims(args: Args) -> list[tuple[int | None, bool]]:
     found = list[tuple[int | None, bool]]()
     for x in jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, annotated)):
         axes, count = _axes(x) if isinstance(x, annotated) else (), len(jax.tree.leaves(x))
-        dims = [d for d, several in enumerate(axes) if MODEL in (several if isinstance(several, tuple) else (several,))]
+        by_dim = [several if isinstance(several, (tuple, list)) else (several,) for several in axes]
+        dims = [d for d, several in enumerate(by_dim) if MODEL in several]
         found += [(dims[0] if dims else None, bool(axes)) if count == 1 else (None, False)] * count
     return found
 
@@ -36,7 +37,12 @@ def _axes(x: Any) -> Sequence[Any]:
 
     if not hasattr(x, "get_metadata"):
         names = tuple(getattr(x, "names", ()))
-        return tuple(logical_to_mesh_axes(names, x.rules) or ()) if hasattr(x, "rules") else names
+        if not hasattr(x, "rules"):
+            return names
+        try:
+            return tuple(logical_to_mesh_axes(names, x.rules) or ())
+        except ValueError:  # one name for two dimensions, which flax looks at once there is a mesh
+            return ()
     said = x.get_metadata()
     names = next((said[key] for key in ("out_sharding", "sharding_names", "sharding") if said.get(key)), ())
     rules = dict([*spmd.get_logical_axis_rules(), *(said.get("sharding_rules") or ())])

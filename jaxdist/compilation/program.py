@@ -91,7 +91,7 @@ class Program:
         """Check whether it takes, runs and returns the same, as a program does that was made anew."""
         a, b = self.placed, other.placed
         same_arguments = a.signature == b.signature and a.avals == b.avals and a.layouts == b.layouts
-        return same_arguments and self.traced.digest == other.traced.digest
+        return a.mesh == b.mesh and same_arguments and self.traced.digest == other.traced.digest
 
     def by_leaf(self, lists: Sequence[Sequence[T]]) -> list[T]:
         """Return the items of three lists, as the compiled function takes its arguments, in the order of the leaves."""

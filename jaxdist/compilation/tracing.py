@@ -280,7 +280,9 @@ def _cut_by_model(
         infer = infer.over(passes(mesh), 0)
         block = infer.block(closed)
         block.outermost = True
-        given = {**{i: d for i, d in signature.annotated if not signature.is_batch[i]}, **model_dims}
+        # An optimizer's statistics have the annotations of their parameters, and may have fewer dimensions.
+        of_state = [(i, d) for i, d in signature.annotated if not signature.is_batch[i]]
+        given = {**{i: d for i, d in of_state if d is None or d < len(avals[i].shape)}, **model_dims}
         dims = search(infer, block, signature.state, sources, signature.names, mesh.size // parts, given)
     else:
         dims = _named(layouts, signature, avals, parts)

@@ -99,7 +99,7 @@ class CachedCall:
         if self.program is compiled or self.program.is_as(compiled):
             return
         names = self.signature.names
-        differs = "their structure, a constant, where the state is, or a setting of JAX"
+        differs = "their structure, a constant, where the state is, the mesh that is set, or a setting of JAX"
         if names == compiled.placed.signature.names:
             pairs = zip(names, compiled.placed.avals, self.program.placed.avals, strict=True)
             texts = ((name, type_text(a.dtype, a.shape), type_text(b.dtype, b.shape)) for name, a, b in pairs)

@@ -149,9 +149,9 @@ class DataParallel(Generic[P, R]):
         args = modules.split(args)[0] if modules.has_objects(args) else args
         return calls.read(Arguments(args, keywords, *flat(args, keywords)))
 
-    def _calls(self, args: Args, kwargs: Kwargs) -> Calls:
+    def _calls(self, args: Args, kwargs: Kwargs, where_user_is: bool = True) -> Calls:
         """The calls of the step, once its devices are settled; with ``mesh="auto"`` for a call of these arguments."""
-        users = mesh_of_user()
+        users = mesh_of_user() if where_user_is else None
         if users not in self._bound:
             context = get_context()
             declared, input_mesh = self._settings.mesh, None
@@ -160,6 +160,7 @@ class DataParallel(Generic[P, R]):
                 input_mesh = context.mesh
             mesh = context.mesh if declared is None else mesh_of(declared, context.devices)
             mesh = self._where_results_live(mesh, users) if users else mesh
+            # Two settings of `jax.set_mesh` may come to one mesh.
             same_mesh = (calls for calls in self._bound.values() if calls.mesh == mesh)
             new = functools.partial(Calls, self._base, self._settings, context, mesh, input_mesh)
             self._bound[users] = next(same_mesh, None) or new()
@@ -170,7 +171,7 @@ class DataParallel(Generic[P, R]):
         if isinstance(self._settings.mesh, Mesh):
             return users if automatic(users) == automatic(mesh) else mesh
         same_devices = {*users.devices.flat} == {*mesh.devices.flat}
-        if same_devices and users.shape == mesh.shape and map_of(users).shares == map_of(mesh).shares:
+        if same_devices and users.shape == mesh.shape and _have_same_rows(users, mesh):
             return users
         if AxisType.Explicit not in users.axis_types:
             return mesh
@@ -201,7 +202,7 @@ class DataParallel(Generic[P, R]):
         if self._settings.mesh is not None:
             other: DataParallel[P, R] = DataParallel(dataclasses.replace(self._settings, mesh=None))
             return other.forecast(mesh, machine, args, kwargs, parts)
-        calls = self._calls(args, kwargs)
+        calls = self._calls(args, kwargs, where_user_is=False)
         signature, leaves = self._read(calls, args, kwargs)
         logical = calls.placer.logical_batch if parts else abstract
         avals = [logical(x) if b else abstract(x) for x, b in zip(leaves, signature.is_batch, strict=True)]
@@ -209,6 +210,14 @@ class DataParallel(Generic[P, R]):
             batch.check(signature.names[i], avals[i])
         shardings = {i: sharding for i in signature.state if (sharding := sharding_over_any(leaves[i])) is not None}
         return Forecast(self._settings, calls.cache, signature, avals, shardings, mesh, machine)
+
+
+def _have_same_rows(a: Mesh, b: Mesh) -> bool:
+    """Check whether each process has the same rows of a batch on both meshes."""
+    try:
+        return map_of(a).shares == map_of(b).shares
+    except ValueError:  # the devices of a process are not next to each other
+        return False
 
 
 def _in_words(mesh: Mesh) -> str:

@@ -184,3 +184,37 @@ def test_annotations_that_are_not_there() -> None:
         step(jnp.ones((4, 4)), np.ones((8, 4)))
     with raises(TypeError, "annotations"):
         jaxdist.parallel(lambda w, x: w, mesh=mesh(), layouts=["w"])  # type: ignore[arg-type]
+
+
+def dense_step(init: Any, tx: optax.GradientTransformation) -> tuple[Callable[..., Any], tuple[Any, Any]]:
+    model, x = nn.Dense(16, kernel_init=init, param_dtype=float), np.random.default_rng(0).normal(size=(8, 16))
+    params = model.init(jax.random.key(0), x)["params"]
+
+    def step(state: TrainState, x: Any) -> Any:
+        loss = lambda params: (state.apply_fn({"params": params}, x) ** 2).mean()
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+    return step, (TrainState.create(apply_fn=model.apply, params=params, tx=tx), x)
+
+
+def test_statistics_that_have_fewer_dimensions_than_their_annotation() -> None:
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    step, args = dense_step(init, optax.adafactor(1e-2, min_dim_size_to_factor=8))
+    got = jaxdist.parallel(step, mesh=mesh())(*args)
+    close(jaxdist.unshard(got.params), jax.jit(step)(*args).params)
+
+
+def test_one_logical_name_for_two_dimensions_is_no_annotation() -> None:
+    """flax refuses it where there is a mesh, and nowhere else."""
+    init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "embed"))
+    step, args = dense_step(init, optax.sgd(0.1))
+    with nn.logical_axis_rules([("embed", "model")]):
+        close(jaxdist.data_parallel(step)(*args).params, jax.jit(step)(*args).params)
+
+
+def test_rules_with_lists_for_nnx() -> None:
+    rules: Any = [("embed", None), ("mlp", ["model"])]
+    with nn.logical_axis_rules(rules), jax.set_mesh(mesh()):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+        model = nnx.Linear(8, 16, rngs=nnx.Rngs(0), kernel_init=init)
+        jaxdist.parallel(lambda model, x: model(x).sum(), mesh=mesh(), layouts="annotations")(model, jnp.ones((4, 8)))

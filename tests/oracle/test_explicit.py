@@ -266,6 +266,17 @@ def test_state_within_groups_has_no_place_on_an_explicit_mesh() -> None:
         jaxdist.data_parallel(step)(jnp.asarray(W), optax.adam(0.1).init(jnp.asarray(W)), X)
 
 
+def test_a_plan_and_a_compiled_step_under_another_mesh() -> None:
+    step, w, x = jaxdist.data_parallel(plain), np.ones((8, 12)), np.ones((16, 8))
+    compiled = step.lower(w, x).compile()
+    users = jax.make_mesh((len(jax.devices()),), ("data",), (AxisType.Explicit,))
+    other = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(users), raises(TypeError, "compiled for other arguments", "mesh"):
+        compiled(w, x)
+    with jax.set_mesh(other):
+        assert jaxdist.plan(jaxdist.parallel(plain, mesh=other), w, x, topology="4xcpu", levels=()).own.bytes
+
+
 def test_an_explicit_mesh_for_the_whole_process() -> None:
     env = jobs.environment({"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_ENABLE_X64": "1"})
     path = Path(__file__).parent / "scripts" / "set_mesh.py"

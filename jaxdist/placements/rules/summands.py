@@ -97,6 +97,8 @@ def linear(
             ok = _are_added_later(block, may_stay_partial, node, [ins[k] for k in terms])
             ok = ok and not any(is_summand for k, is_summand in enumerate(partial) if k not in terms)
             takes_summand = [k in terms for k in range(len(ins))]
+            # Each device along the unreduced axes would count a whole term.
+            ok = ok and not (unreduced_axes and any(not partial[k] and not is_zero(ins[k]) for k in terms))
             # A term added to a gradient must not lose digits on the wire for it.
             gradient = gradient and all(partial[k] or is_zero(ins[k]) for k in terms)
         case name:
