@@ -48,7 +48,7 @@ MUTANTS: list[Mutant] = [
            "for i, d in signature.annotated if not", "for i, d in signature.annotated if d is not None and not",
            "tests/oracle/test_annotations.py -k stays_whole"),
     Mutant("the rules of annotations are not asked", "jaxdist/compilation/annotations.py",
-           "linen.logical_to_mesh_axes(names, x.rules) or () if", "names if",
+           "return tuple(logical_to_mesh_axes(names, x.rules) or ())", "return names",
            "tests/oracle/test_annotations.py -k linen"),
     Mutant("annotations forget a cut on another mesh", "jaxdist/compilation/program.py",
            "{**elsewhere, **here}", "here", "tests/oracle/test_annotations.py -k another_mesh"),
