@@ -98,7 +98,7 @@ class PlacedStep:
 
     @functools.cached_property
     @under_no_mesh
-    @without_collections()
+    @without_collections
     def emitted(self) -> tuple[ClosedJaxpr, Sequence[Propagation]]:
         """The program of a device, and its placement over each axis (empty on one device)."""
         if self.mesh.size == 1:

@@ -100,7 +100,7 @@ class Program:
         return [by_position[i] for i in range(len(self.placed.avals))]
 
     @compat.under_no_mesh
-    @without_collections()
+    @without_collections
     def lower(self) -> jax.stages.Lowered:
         """Lower it, like ``jax.jit(f).lower``."""
         placed = self.placed

@@ -4,8 +4,9 @@ import contextlib
 import functools
 import gc
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -80,16 +81,23 @@ class TracedStep(StepJaxpr):
     returned_as_often: frozenset[int]  # the arguments of whose structure there are as many results as arguments
 
 
-@contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """Pause Python's garbage collector: a full pass over all of JAX's objects takes 0.1 s, and placing made four."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+A, R = ParamSpec("A"), TypeVar("R")
+
+
+def without_collections(function: Callable[A, R]) -> Callable[A, R]:
+    """A function that pauses Python's garbage collector: a full pass over JAX's objects takes 0.1 s, four were made."""
+
+    @functools.wraps(function)
+    def call(*args: A.args, **kwargs: A.kwargs) -> R:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if enabled:
+                gc.enable()
+
+    return call
 
 
 class ShardDims:
@@ -106,7 +114,7 @@ class ShardDims:
         return self.chosen[shape]
 
 
-@without_collections()
+@without_collections
 def traced(
     step: StepJaxpr,
     signature: Signature,
@@ -179,7 +187,7 @@ def _as_kept(
     return kept
 
 
-@without_collections()
+@without_collections
 def jaxpr_of(
     step: Callable[..., PyTree], signature: Signature, avals: Avals, mesh: Mesh, check_finite: bool
 ) -> StepJaxpr:
