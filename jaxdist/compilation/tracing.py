@@ -81,7 +81,8 @@ class TracedStep(StepJaxpr):
     returned_as_often: frozenset[int]  # the arguments of whose structure there are as many results as arguments
 
 
-A, R = ParamSpec("A"), TypeVar("R")
+A = ParamSpec("A")
+R = TypeVar("R")
 
 
 def without_collections(function: Callable[A, R]) -> Callable[A, R]:
