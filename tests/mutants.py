@@ -33,8 +33,6 @@ class Mutant(NamedTuple):
 
 MUTANTS: list[Mutant] = [
     # --- meshes of the user's
-    Mutant("an aux value is on another mesh than the user's", "jaxdist/compilation/placed.py",
-           "GROUP in self.run_mesh.shape and any(", "any(", "tests/oracle/test_explicit.py -k users_mesh"),
     Mutant("a sharding in a step becomes a type", "jaxdist/compat/shardings.py",
            'return _NOWHERE if api_name == "reshard" else None',
            "return canonicalize(sharding, api_name, *args, **kwargs)",

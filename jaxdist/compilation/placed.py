@@ -171,7 +171,7 @@ class PlacedStep:
             if layout is not None:
                 return sharding(self.mesh, layout)
             dims = [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in result_spec]
-            if GROUP in self.run_mesh.shape and any((GROUP in axes) != (AXIS in axes) for axes in dims):
+            if any((GROUP in axes) != (AXIS in axes) for axes in dims):
                 return NamedSharding(self.run_mesh, result_spec)
             return NamedSharding(self.mesh, spec([tuple(name for name in axes if name != GROUP) for axes in dims]))
 
