@@ -53,8 +53,8 @@ class Program:
         self.virtual = placed.mesh.devices.flat[0].platform == "cpu" and len(placed.mesh.local_devices) > 1
         self._calls, self._callbacks = 0, Callbacks()
         self._unflatten, self._leaf_count = unflattener(placed.step.tree), placed.step.tree.num_leaves
-        self._padded_results: list[tuple[int, Layout]] = []
-        run = functools.partial(self._run)
+        self._padded_results: list[tuple[int, Layout]] = []  # empty until `_run` is traced
+        run = functools.partial(self._run)  # can have a name of its own, unlike a method
         run.__name__ = name  # type: ignore[attr-defined]
         self._jitted = jax.jit(
             run,

@@ -145,7 +145,7 @@ class _Door:
                 f"Give each its own RANK in 0..{size - 1}"
             )
         if problem:
-            self.links[-1] = link
+            self.links[-1] = link  # not a rank's: `gather` tells it why, like the others
             self.done.set_exception(ValueError(problem))
             return
         _watch_silence(link.sock, self._timeout)

@@ -116,7 +116,7 @@ def _scatter_summands(infer: Inference, propagation: Propagation, summands: Mapp
         target = forms.pop() if len(forms) == 1 else None
         if isinstance(target, Split) and infer.reshard(summand, target, aval) == "reduce-scatter":
             propagation.placements[i] = target
-            k = next(k for k, message in enumerate(messages) if message.value == i)
+            k = next(k for k, message in enumerate(messages) if message.value == i)  # its reduction is its first
             size = infer.bytes_sent("reduce-scatter", summand, target, aval)
             messages[k] = replace(messages[k], kind="reduce-scatter", bytes=size, new_form=target)
 

@@ -42,7 +42,7 @@ class Arguments(NamedTuple):
     tree: Structure
 
 
-_names: "dict[str, itertools.count[int]]" = {}
+_names: "dict[str, itertools.count[int]]" = {}  # how many steps of this process have had each name
 
 
 class Found(NamedTuple):
@@ -81,7 +81,7 @@ class Calls:
         self.reader = Reader(base, settings, self.placer, self.cache)
         self._values = ValueCheck(base, settings, self.placer, self.cache, self.reader)
         self._ledger = context.only(Ledger)
-        self._compare = CallComparison(settings, self.placer, self.cache, self._ledger, self._values)
+        self._comparison = CallComparison(settings, self.placer, self.cache, self._ledger, self._values)
         self._several = context.size > 1
         self._latest: dict[Structure, CachedCall] = {}  # the first to try: loops repeat a call
         self._cached: dict[Hashable, CachedCall] = {}  # by all that a program is for
@@ -108,7 +108,7 @@ class Calls:
                 args, objects = modules.split(args)
                 leaves, tree = flat(args, keywords)
         except Exception as error:
-            self._compare.report(name, error)
+            self._comparison.report(name, error)
             raise
         arguments = Arguments(args, keywords, leaves, tree)
         try:
@@ -152,7 +152,7 @@ class Calls:
             if pinned is not None:
                 found.call.check_compiled(pinned.expected)
         except Exception as error:
-            self._compare.report(name, error, rows)
+            self._comparison.report(name, error, rows)
             raise
         return found.call, self._compared_and_placed(name, found, arguments, rows)
 
@@ -258,7 +258,7 @@ class Calls:
             program.placed.avals[i].shape[0] for i in signature.batch
             if rows.here[positions[i]] is not None and getattr(leaves[positions[i]], "total", None) is None
         }  # fmt: skip
-        entry = self._compare.entry(step, signature, data, program)
+        entry = self._comparison.entry(step, signature, data, program)
         return CachedCall(program, constants, settings, positions, batch_types, unmarked_rows, entry)
 
     def _compared_and_placed(
@@ -268,7 +268,7 @@ class Calls:
         cached, leaves, tree = found.call, arguments.leaves, arguments.tree
         # All ranks do these in this order: each sends messages, and only the first says that a rank has failed.
         is_new = not found.is_latest and (tree, cached.constants) not in self.reader.signatures
-        differs = self._compare(name, cached, leaves, found.misplaced, is_new, rows)
+        differs = self._comparison(name, cached, leaves, found.misplaced, is_new, rows)
         if self._several and is_new:
             connect(self.context, cached.program.placed.run_mesh)  # the groups of ``within=``
         if not found.is_latest:

@@ -86,7 +86,10 @@ class CallComparison:
         return self._compare(name, cached, leaves, misplaced, is_new, rows) if must_wait else {}
 
     def report(self, name: CallName, error: Exception, rows: Rows | None = None) -> None:
-        """The other ranks learn of an error that came before the arguments could be compared."""
+        """The other ranks learn of an error that came before the arguments could be compared.
+
+        Raises `OtherRows` if it may be due to rows that this rank assumed wrongly: `Calls.run` then tries again.
+        """
         if not self._several:
             return
         # Without this they would wait, in `_compare` of the same call, until the time is out.

@@ -36,11 +36,12 @@ class Reader:
     def __init__(self, name: str, settings: Settings, placer: Placer, cache: ProgramCache):
         self.name, self.calling, self._declared = name, settings.calling, settings.batch_argnums
         self._placer, self._cache = placer, cache
-        self.signatures: dict[tuple[Structure, tuple[Constant, ...]], Signature] = {}  # of earlier calls
+        # Of calls that all ranks have agreed on: `Calls._compared_and_placed` enters them.
+        self.signatures: dict[tuple[Structure, tuple[Constant, ...]], Signature] = {}
         self._in_modules: dict[Structure, frozenset[int]] = {}
 
     def constants(self, tree: Structure, leaves: Sequence[Leaf]) -> tuple[Constant, ...]:
-        """The constants among these leaves."""
+        """The constants among these leaves, of a structure that `signature` has read."""
         in_modules = self._in_modules[tree]
         return tuple(
             Constant(i, type(x), x) for i, x in enumerate(leaves)

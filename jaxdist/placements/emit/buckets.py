@@ -45,7 +45,7 @@ class Fuse:
         done, out = {*jaxpr.constvars, *jaxpr.invars}, list[JaxprEqn]()
         constants: dict[Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         for eqns, use in _scheduled(live(jaxpr), self.bucket_bytes, self.ahead):
-            after = None  # the value before which they must not start
+            after = None  # the value before which they must not start; None: whenever
             if use is not None:
                 after = pace.start_after(eqns, use, producers)
             elif _gathers(eqns[0]):
@@ -154,7 +154,8 @@ class _Buckets:
     def add(self, i: int) -> None:
         """Put a collective into the bucket of its kind."""
         bucket, size = self.waiting[_kind(self._eqns[i])], self._size(i)
-        # A bucket of gathers is divided when it is sent: how much fits depends on the one that is needed first.
+        # A bucket of gathers is divided when it is sent: how much fits depends on the one that is needed first. Empty
+        # arrays, and those that fill a message alone, are sent apart.
         if not _gathers(self._eqns[i]):
             if not 0 < size < self._limit(i):
                 self.full.append([i])

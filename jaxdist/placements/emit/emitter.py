@@ -205,7 +205,10 @@ class Emitter:
         return back(lax.all_to_all(raw, self.axis, split_axis=target.dim, concat_axis=source.dim, tiled=True))
 
     def _counted_once(self, x: Any) -> Any:
-        """Turn a whole value (zero, if owed over other axes too) into summands: the first device has the value."""
+        """Turn a whole value into summands: the first device along this axis has it.
+
+        Along unreduced axes each device would count it: there only zeros come here (`summands.linear`).
+        """
         x = jnp.asarray(x)
         x = x.astype(wide(x.dtype))
         nothing = -jnp.zeros_like(x)  # -0.0 changes no number
@@ -287,7 +290,10 @@ class Emitter:
         return inner.program(local_types(placed))
 
     def inlined(self, placed: Propagation, xs: Sequence[Any]) -> list[Any]:
-        """Run a placed block as a part of this one: an owner's work, or a device's part of a stack."""
+        """Run a placed block as a part of this one: an owner's work, or a device's part of a stack.
+
+        It sends nothing, so there is nothing to compress.
+        """
         return Emitter(placed).run(xs)
 
     def program(self, types: Sequence[Any]) -> ClosedJaxpr:

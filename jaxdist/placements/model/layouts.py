@@ -143,7 +143,7 @@ _layout = functools.cache(Layout)
 
 
 def choose(shape: Sequence[int], devices: int, avoid: Collection[int] = ()) -> Cut | None:
-    """Choose how to shard a leaf: along the dimension with least padding, the largest of these."""
+    """Choose how to shard a leaf: along the largest dimension with least padding; `avoid` counts as a tenth of it."""
     if devices == 1 or math.prod(shape) < devices:
         return None
     cost = lambda d: (-shape[d] % devices / shape[d] + _WORTH_AVOIDING * (d in avoid), -shape[d], d)

@@ -200,7 +200,10 @@ class Propagation:
         return "\n".join(line.removesuffix("  # ") for line in lines)
 
     def returning(self, infer: Inference, wants: Sequence[Form | None]) -> "Propagation":
-        """Return this block with outputs converted to these forms; None keeps a form."""
+        """Return this block with outputs converted to these forms; None keeps a form.
+
+        Messages are made as in `propagate`: change both.
+        """
         block, makers = self.block, self.block.makers
         out_forms = tuple(form if want is None else want for form, want in zip(self.out_forms, wants, strict=True))
         inputs = {i: k for k, i in enumerate(block.inputs)}

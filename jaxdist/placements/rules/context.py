@@ -90,7 +90,9 @@ class RuleContext:
         """Return the strategies of an operation, given the placements of its operands: a function of the key.
 
         So a rule may look at the operation and its block (the types and uses of values), at the axis, and at the
-        key: the placements of its operands, and whether its summands are to be added up in slices, or later.
+        key: the placements of its operands, and whether its summands are to be added up in slices, or later. (A block
+        belongs to one `Infer`, so it stands for the axis.) A rule that looks at anything else, such as the placement of
+        a value that is no operand, returns a stale strategy without an error.
         """
         ins = [self.placements[i] for i in node.ins]
         key: tuple[object, ...] = self.block, *ins

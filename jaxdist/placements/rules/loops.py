@@ -30,13 +30,16 @@ from jaxdist.placements.rules.summands import is_zero
 _ADDS = ADDITION | CONTROL_FLOW | {"sub", "convert_element_type", "select_n"}
 _MOST_ROUNDS = 12
 _HELD = 2  # times the largest array that iterations gather may be held throughout a loop
-_TRIPS = 2  # assumed of a `while`: fewer would not be a loop
+_TRIPS = 2  # of a `while`, assumed when its constants are gathered before it; `Node.trip_count` has 1, for costs
 
 Carried = tuple[Sequence[Placement], Propagation]  # a loop's carries, and its body
 
 
 def join(a: Placement, b: Placement) -> Placement:
-    """Return the placement, of the order that `_carried` shows, that is far enough down it to hold both values."""
+    """Return the placement, of the order that `_carried` shows, that is far enough down it to hold both values.
+
+    Of two splits of the batch that differ the first wins.
+    """
     if a == b:
         return a
     if isinstance(a, Split):
@@ -197,17 +200,17 @@ def _scan(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     def resolve(consts: Sequence[Placement], xs: Sequence[Placement]) -> Carried:
         return _carried(block, carry_in, body.carry, lambda carry: place(consts, carry, xs))
 
-    consts = [throughout(p) for p in consts_in]
+    consts = [throughout(p) for p in consts_in]  # 3
     consts, (carry, placed) = _with_constants(infer, consts, node.trip_count, lambda consts: resolve(consts, xs))
     if over_batch and placed.communicates and _is_little(infer, sum(nbytes(ctx.block.avals[i]) for i in arrays)):
-        # Little sequential work: one gather of the batch may cost less than a message per iteration.
+        # 4. Little sequential work: one gather of the batch may cost less than a message per iteration.
         gathered = [p if isinstance(p, Split) and p.of_state else REPLICATED for p in xs]
         whole_carry, whole = resolve(consts, gathered)
         if not whole.communicates and seconds(whole, infer.axis.machine) <= infer.link.latency:
             carry, xs, placed = whole_carry, gathered, whole
-    consts, (placed,) = sliced(consts, [placed], lambda cut: [place(cut, carry, xs)])
+    consts, (placed,) = sliced(consts, [placed], lambda cut: [place(cut, carry, xs)])  # 5
     ys = [_turn_of(ctx, node.outs[k], placed.returned(k), k in added_later) for k in body.ys]
-    placed = place(consts, carry, xs, [form(p) for p in (*carry, *ys)])
+    placed = place(consts, carry, xs, [form(p) for p in (*carry, *ys)])  # 6
     out_placements = [*_out(carry), *map(_stacked, ys)]
     return Strategy([form(p) for p in (*consts, *carry, *xs)], out_placements, bound([placed]), bodies=[placed])
 

@@ -83,6 +83,7 @@ class Infer:
             return self._placed[key]
         returning_key = (*key, tuple(wants))
         if returning_key not in self._placed:
+            # This changes messages only: the placements are shared.
             self._placed[returning_key] = self._placed[key].returning(self, wants)
         return self._placed[returning_key]
 

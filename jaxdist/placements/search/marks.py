@@ -64,7 +64,7 @@ def marks(infer: Inference, block: Block) -> Marks:
 def _follow(infer: Inference, block: Block, inputs: Sequence[_From | None], collected: Marks) -> list[_From | None]:
     """Follow inputs through a block, collect the marks on the way, and return where the outputs are from."""
     env = dict(zip(block.inputs, inputs, strict=True))
-    for node in block.traced:
+    for node in block.traced:  # not `nodes`: what marks a parameter is dead code if the optimizer ignores it
         args = [env.get(i) for i in node.ins]
         if node.name in CONTROL_FLOW:
             outs = _in_bodies(infer, node, args, collected)

@@ -38,7 +38,11 @@ def search(
     examples: int = 1,
     given: Mapping[int, int | None] | None = None,
 ) -> Mapping[int, int | None]:
-    """Return the best dimension to cut for each input; omitted inputs stay whole, and those for which None is given."""
+    """Return the best dimension to cut for each input; omitted inputs stay whole, and those for which None is given.
+
+    If dimensions are `given`, by annotations or since leaves come cut, nothing is searched: they are cut, and with each
+    the dimensions that are tied to it.
+    """
     classes = _Classes(infer, block, state, sources)
     if given:
         return {**_cuts([tied for tied in reversed(classes.all) if not tied.isdisjoint(given.items())]), **given}

@@ -127,7 +127,7 @@ class _Finder:
         self._position = {o: k for k, node in enumerate(self._block.nodes) for o in node.outs}
 
     def find(self, inside: int) -> list[Component]:
-        """Return the components; a loop or branch with more than `inside` of its own is in none."""
+        """Return the components; a loop or branch with more than `inside` of its own is in none: it divides these."""
         placements = self._placed.placements
         for i in self._block.inputs:
             summand = isinstance(placements[i], Partial)
