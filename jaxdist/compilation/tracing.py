@@ -216,7 +216,9 @@ def jaxpr_of(
     except Exception as error:
         error.add_note(f"in the step {name_of(step)!r}, decorated with jaxdist.data_parallel")
         if "set_mesh" in str(error) or "mesh: ()" in str(error):
-            error.add_note("a step is traced without the mesh of jax.set_mesh: name axes in jax.sharding.reshard alone")
+            error.add_note(
+                "a step has no mesh but that of jax.set_mesh, and needs none for jax.sharding.reshard(x, jax.P(...))"
+            )
         raise
     # Steps that were written for `jax.pmap` divide by the number of devices themselves.
     if mesh.size > 1 and get_context().is_root:

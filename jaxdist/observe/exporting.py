@@ -12,7 +12,7 @@ from jaxdist.step.decorated import DataParallel
 def export_step(
     step: Callable[..., Any], *args: Any, platforms: Sequence[str] | None = None, **kwargs: Any
 ) -> jax.export.Exported:
-    """Export the program of a step for all devices, which runs without jaxdist. Nothing is sent or compiled.
+    """Export the program of a step for all devices, which runs without jaxdist. No array is sent.
 
     It takes the leaves of the arguments (`jax.tree.leaves`; the batch is whole; of objects of nnx, `nnx.state`'s) and
     returns the leaves of the result, then those of the objects, all without padding. ``in_shardings_jax(mesh)`` of it

@@ -100,19 +100,19 @@ class DataParallel(Generic[P, R]):
 
     @api_boundary
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced[P, R]:
-        """The step, traced for these arguments or their types (`jax.ShapeDtypeStruct`). Nothing is sent."""
+        """The step, traced for these arguments or their types (`jax.ShapeDtypeStruct`). No array is sent."""
         program = self.program(*args, **kwargs)
         self._calls(args, kwargs).announce(program)
         return Traced(program, self._outermost)
 
     @api_boundary
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered[P, R]:
-        """The program of all devices for these arguments or their types, not yet compiled. Nothing is sent."""
+        """The program of all devices for these arguments or their types, not yet compiled. No array is sent."""
         return self.trace(*args, **kwargs).lower()
 
     @api_boundary
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> PyTree:
-        """The types of the result for these arguments or their types. Nothing is sent."""
+        """The types of the result for these arguments or their types. No array is sent."""
         return self.trace(*args, **kwargs).out_info
 
     def clear_cache(self) -> None:
@@ -127,7 +127,10 @@ class DataParallel(Generic[P, R]):
 
     @under_no_mesh
     def program(self, *args: PyTree, **kwargs: PyTree) -> Program:
-        """Return the program for these arguments, not compiled. Nothing is sent."""
+        """Return the program for these arguments, not compiled.
+
+        No array is sent. On a mesh of several axes the first call is one that all ranks make.
+        """
         calls = self._calls(args, kwargs)
         signature, leaves = self._read(calls, args, kwargs)
         return calls.program(signature, leaves)
