@@ -217,8 +217,8 @@ def jaxpr_of(
         error.add_note(f"in the step {name_of(step)!r}, decorated with jaxdist.data_parallel")
         if "set_mesh" in str(error) or "mesh: ()" in str(error):
             error.add_note(
-                "a step is traced without a mesh. jax.sharding.reshard(x, jax.P(...)) needs none; with_sharding_constraint "
-                "takes names of axes if jax.set_mesh has set their mesh"
+                "a step is traced without a mesh. jax.sharding.reshard(x, jax.P(...)) needs none; with_sharding_"
+                "constraint takes names of axes if jax.set_mesh has set their mesh"
             )
         raise
     # Steps that were written for `jax.pmap` divide by the number of devices themselves.
