@@ -43,9 +43,9 @@ def ignore_shardings(mesh_of_step: Callable[[], Mesh | None], note: Callable[[],
 
     @functools.wraps(check_shard_map)
     def check_mesh(mesh: Any, *args: Any) -> Any:
-        own = mesh_of_step() if ignores() else None
-        if own is not None and (mesh is None or mesh.empty or mesh.shape_tuple == own.shape_tuple):
-            mesh = own
+        of_step = mesh_of_step() if ignores() else None
+        if of_step is not None and (mesh is None or mesh.empty or mesh.shape_tuple == of_step.shape_tuple):
+            mesh = of_step
         return check_shard_map(mesh, *args)
 
     @functools.wraps(type_put)

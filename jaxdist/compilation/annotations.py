@@ -17,13 +17,13 @@ def model_dims(args: Args) -> list[tuple[int | None, bool]]:
     """
     kinds = [getattr(sys.modules.get(module), name, None) for module, name in _KINDS]
     annotated = tuple(kind for kind in kinds if kind is not None)
-    found = list[tuple[int | None, bool]]()
+    of_leaves = list[tuple[int | None, bool]]()
     for x in jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, annotated)):
         axes, count = _axes(x) if isinstance(x, annotated) else (), len(jax.tree.leaves(x))
         by_dim = [several if isinstance(several, (tuple, list)) else (several,) for several in axes]
         dims = [d for d, several in enumerate(by_dim) if MODEL in several]
-        found += [(dims[0] if dims else None, bool(axes)) if count == 1 else (None, False)] * count
-    return found
+        of_leaves += [(dims[0] if dims else None, bool(axes)) if count == 1 else (None, False)] * count
+    return of_leaves
 
 
 # If nobody has imported flax, nothing is annotated.
@@ -43,7 +43,7 @@ def _axes(x: Any) -> Sequence[Any]:
             return tuple(logical_to_mesh_axes(names, x.rules) or ())
         except ValueError:  # one name for two dimensions, which flax looks at once there is a mesh
             return ()
-    said = x.get_metadata()
-    names = next((said[key] for key in ("out_sharding", "sharding_names", "sharding") if said.get(key)), ())
-    rules = dict([*spmd.get_logical_axis_rules(), *(said.get("sharding_rules") or ())])
+    metadata = x.get_metadata()
+    names = next((metadata[key] for key in ("out_sharding", "sharding_names", "sharding") if metadata.get(key)), ())
+    rules = dict([*spmd.get_logical_axis_rules(), *(metadata.get("sharding_rules") or ())])
     return [rules.get(name, name) for name in getattr(names, "spec", names)]

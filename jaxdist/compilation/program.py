@@ -130,7 +130,7 @@ class Program:
             return jax.tree.leaves(self._unflatten(outs[:leaf_count]))
 
         run.__name__ = self.name
-        # What has padding in the program comes and leaves whole, so that no caller need know of it.
+        # Leaves with padding in the program come and leave whole, so that callers need not know of it.
         specs = [P()] * len(placed.avals) if placed.mesh.size == 1 else placed.specs()[0]
         plain = [layout is None or layout.is_plain for layout in placed.layouts]
         places = [NamedSharding(placed.run_mesh, s if p else P()) for s, p in zip(specs, plain, strict=True)]
@@ -153,7 +153,7 @@ class Program:
         if placed.mesh.size == 1:
             return results(Interpreter({}).run(closed, *args))
         in_specs, out_specs = placed.specs()
-        if AxisType.Explicit in placed.mesh.axis_types:  # what is kept in shards may be wanted whole
+        if AxisType.Explicit in placed.mesh.axis_types:  # a leaf kept in shards may be needed whole
             args = jax.sharding.reshard(args, [NamedSharding(placed.mesh, spec) for spec in in_specs])
 
         def local(zero: int | jax.Array, *xs: jax.Array) -> Sequence[jax.Array]:

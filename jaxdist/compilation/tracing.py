@@ -180,7 +180,7 @@ def _as_kept(
     kept = [layout if layout.cuts else None for layout in layouts]
     for i in offloaded:
         kept[i] = on_host(kept[i], shapes[i], devices)
-    # Arguments of one structure are kept alike, so nobody need ask of which of them a result is the next value.
+    # Arguments of one structure are kept the same way, so it does not matter which one a result replaces.
     for alike in tied:
         shared_layout = next((kept[i] for i in alike if kept[i]), None)
         for i in alike:

@@ -75,55 +75,8 @@ class CallComparison:
         if not self._several:
             return {}
         is_new |= name.compares_copies and cached.signature in self._unconfirmed
-        must_wait = (
-            is_new
-            or misplaced  # rank 0's state is sent to all, which takes all
-            or cached.entry.digest not in self._compared  # its types are new
-            or name.compares_copies
-            or self._is_ambiguous(cached)  # another rank may have read its rows as a batch of another size
-            or self._ledger.waits(cached.entry)  # another rank asks, or the order of calls is a new one
-        )
-        return self._compare(name, cached, leaves, misplaced, is_new, rows) if must_wait else {}
-
-    def report(self, name: CallName, error: Exception, rows: Rows | None = None) -> None:
-        """The other ranks learn of an error that came before the arguments could be compared.
-
-        Raises `OtherRows` if it may be due to rows that this rank assumed wrongly: `Calls.run` then tries again.
-        """
-        if not self._several:
-            return
-        # Without this they would wait, in `_compare` of the same call, until the time is out.
-        about = Description(str(name), problem=in_words(error))
-        with contextlib.suppress(ValueError):  # this rank raises its own
-            text = f"step {name.step!r}, and an error: {in_words(error)}"
-            agree(self._context, self._tag, about, text, None, (), rows, self._placer.device_map.sharers)
-
-    @property
-    def _tag(self) -> str:
-        return f"call {self._ledger.count + 1} of the job"
-
-    def _entries(self, signature: Signature, data: Sequence[Leaf], layouts: Sequence[CurrentLayout]) -> Entries:
-        return entries_of(signature, data, layouts, self._settings, self._cache.looked_for, self._placer)
-
-    def _is_ambiguous(self, cached: CachedCall) -> bool:
-        """Check whether some rank passes as many rows of another batch as of this one. Every rank finds the same."""
-        divided = self._context.divided
-        if cached.sizes_compared != len(divided):
-            pairs = itertools.product(cached.unmarked_rows, divided)
-            cached.is_ambiguous = any(same_rows_somewhere(self._placer.device_map, *pair) for pair in pairs)
-            cached.sizes_compared = len(divided)
-        return cached.is_ambiguous
-
-    def _compare(
-        self,
-        name: CallName,
-        cached: CachedCall,
-        leaves: Sequence[Leaf],
-        misplaced: Collection[int],
-        is_new: bool,
-        rows: Rows | None,
-    ) -> DifferingRanks:
-        """Wait for the other ranks' calls, and return the leaves that differ."""
+        if not (is_new or misplaced or self._may_surprise(name, cached)):
+            return {}  # `misplaced`: rank 0's state is sent to all, which takes all
         signature, context, placer = cached.signature, self._context, self._placer
         rows = rows or cached.rows(leaves, placer)
         data = signature.data(placer.parted(leaves, rows))
@@ -148,3 +101,41 @@ class CallComparison:
             confirmed = self._values.check(signature, data, by_rank, differs)
             (self._unconfirmed.discard if confirmed else self._unconfirmed.add)(signature)
         return differs
+
+    def report(self, name: CallName, error: Exception, rows: Rows | None = None) -> None:
+        """The other ranks learn of an error that came before the arguments could be compared.
+
+        Raises `OtherRows` if it may be due to rows that this rank assumed wrongly: `Calls.run` then tries again.
+        """
+        if not self._several:
+            return
+        # Without this they would wait, in the comparison of the same call, until the time is out.
+        about = Description(str(name), problem=in_words(error))
+        with contextlib.suppress(ValueError):  # this rank raises its own
+            text = f"step {name.step!r}, and an error: {in_words(error)}"
+            agree(self._context, self._tag, about, text, None, (), rows, self._placer.device_map.sharers)
+
+    @property
+    def _tag(self) -> str:
+        return f"call {self._ledger.count + 1} of the job"
+
+    def _entries(self, signature: Signature, data: Sequence[Leaf], layouts: Sequence[CurrentLayout]) -> Entries:
+        return entries_of(signature, data, layouts, self._settings, self._cache.looked_for, self._placer)
+
+    def _may_surprise(self, name: CallName, cached: CachedCall) -> bool:
+        """Check whether a call of a known structure, with its state in place, may be one that a rank does not expect."""
+        return (
+            cached.entry.digest not in self._compared  # its types are new
+            or name.compares_copies
+            or self._is_ambiguous(cached)  # a rank may have read its rows as a batch of a different size
+            or self._ledger.waits(cached.entry)  # a rank asks, or the order of calls is a new one
+        )
+
+    def _is_ambiguous(self, cached: CachedCall) -> bool:
+        """Check whether some rank passes as many rows of another batch as of this one. Every rank finds the same."""
+        divided = self._context.divided
+        if cached.sizes_compared != len(divided):
+            pairs = itertools.product(cached.unmarked_rows, divided)
+            cached.is_ambiguous = any(same_rows_somewhere(self._placer.device_map, *pair) for pair in pairs)
+            cached.sizes_compared = len(divided)
+        return cached.is_ambiguous
