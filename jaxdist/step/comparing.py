@@ -123,7 +123,7 @@ class CallComparison:
         return entries_of(signature, data, layouts, self._settings, self._cache.looked_for, self._placer)
 
     def _may_surprise(self, name: CallName, cached: CachedCall) -> bool:
-        """Check whether a call of a known structure, with its state in place, may be one that a rank does not expect."""
+        """Check whether some rank may not expect a call, though its structure is known and its state in place."""
         return (
             cached.entry.digest not in self._compared  # its types are new
             or name.compares_copies
