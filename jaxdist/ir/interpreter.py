@@ -76,7 +76,7 @@ def subjaxprs(eqn: JaxprEqn) -> Iterator[ClosedJaxpr]:
 
 def _jaxprs(values: Iterable[Any]) -> Iterator[ClosedJaxpr]:
     for value in values:
-        if type(value) in _PLAIN:
+        if type(value) in _PLAIN or (type(value) is tuple and _PLAIN.issuperset(map(type, value))):
             continue
         if isinstance(value, (ClosedJaxpr, Jaxpr)):
             yield compat.closed(value)

@@ -16,6 +16,7 @@ from jaxdist.compilation import finite, modules
 from jaxdist.compilation.calling import Settings
 from jaxdist.compilation.program import Pinned, Program, ProgramCache, TraceSettings
 from jaxdist.compilation.signature import Args, Leaf, PyTree, Signature, Structure, flat
+from jaxdist.compilation.tracing import without_collections
 from jaxdist.mesh import MODEL
 from jaxdist.placements import report
 from jaxdist.placements.model.layouts import Layout, physical
@@ -221,6 +222,7 @@ class Calls:
         fitting = [n for n in totals if self.placer.share.size(n) == rows_here]
         return fitting[-1] if fitting else self.placer.device_map.rows_of_all(rows_here)
 
+    @without_collections
     def _look_up(self, step: str, arguments: Arguments, rows: Rows, settings: TraceSettings) -> Found:
         """Return the call for these arguments, with a new program if none is known."""
         args, keywords, leaves, _ = arguments

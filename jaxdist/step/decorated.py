@@ -16,7 +16,7 @@ from jaxdist.compilation import modules
 from jaxdist.compilation.calling import AUTO, AnyMesh, Settings
 from jaxdist.compilation.program import Pinned, Program
 from jaxdist.compilation.signature import Args, Kwargs, Leaf, PyTree, Signature, flat
-from jaxdist.compilation.tracing import is_traced
+from jaxdist.compilation.tracing import is_traced, without_collections
 from jaxdist.errors import StepError
 from jaxdist.forecast.choice import ChosenMesh, Forecast, choose, in_words
 from jaxdist.ir.primitives import plain_p
@@ -106,6 +106,7 @@ class DataParallel(Generic[P, R]):
         return Traced(program, self._outermost)
 
     @api_boundary
+    @without_collections
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered[P, R]:
         """The program of all devices for these arguments or their types, not yet compiled. No array is sent."""
         return self.trace(*args, **kwargs).lower()
