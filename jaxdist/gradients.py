@@ -119,32 +119,18 @@ Results = tuple[list[Any], list[Any]]  # leaves: of the loss and the gradients, 
 
 def _accumulate(part: Callable[[Sequence[Any]], Results], args: Sequence[Any], batch: set[int], k: int) -> Results:
     """Average `part` over `k` microbatches in a loop. On leaves: a user's node may refuse other values."""
-
-    def split(x: Any) -> Any:  # each device's examples stay its own
-        x = jnp.asarray(x)
-        return jnp.moveaxis(x.reshape(x.shape[0] // k, k, *x.shape[1:]), 1, 0)
-
-    def merged(x: Any) -> Any:
-        x = jnp.moveaxis(x, 0, 1)
-        return x.reshape(x.shape[0] * k, *x.shape[2:])
-
     parts, structure = jax.tree.flatten([a for i, a in enumerate(args) if i in batch])
-    rows = {k: split(x) for k, x in enumerate(parts) if jnp.ndim(x)}
+    rows = {i: _microbatches(jnp.asarray(x), k) for i, x in enumerate(parts) if jnp.ndim(x)}
 
-    def one(rows: dict[int, Any]) -> Any:
-        own = iter(jax.tree.unflatten(structure, [rows.get(k, x) for k, x in enumerate(parts)]))
-        return part([next(own) if i in batch else a for i, a in enumerate(args)])
+    def of_microbatch(rows: dict[int, Any]) -> Results:
+        arguments = iter(jax.tree.unflatten(structure, [rows.get(i, x) for i, x in enumerate(parts)]))
+        return part([next(arguments) if i in batch else a for i, a in enumerate(args)])
 
     # An aux leaf whose shape follows the batch has one entry per example: join the parts.
-    small = jax.eval_shape(lambda: one({k: x[0] for k, x in rows.items()}))
+    small = jax.eval_shape(lambda: of_microbatch({i: x[0] for i, x in rows.items()}))
     whole = jax.eval_shape(lambda: part(args))
     kept = [a.shape != b.shape for a, b in zip(small[1], whole[1], strict=True)]
-    for a, b, keep in zip(small[1], whole[1], kept, strict=True):
-        if keep and (not a.shape or (a.shape[0] * k, *a.shape[1:]) != b.shape):
-            raise ValueError(
-                f"an aux value has shape {b.shape} for the whole batch and {a.shape} for one of {k} microbatches: "
-                "microbatches can be put together only along axis 0"
-            )
+    _check_joinable(small[1], whole[1], k)
 
     def select(out: Results) -> Results:
         means, aux = out
@@ -152,7 +138,7 @@ def _accumulate(part: Callable[[Sequence[Any]], Results], args: Sequence[Any], b
         return [*means, *summed], [x for x, keep in zip(aux, kept, strict=True) if keep]
 
     def body(total: Any, rows: Any) -> Any:
-        sums, outs = select(one(rows))
+        sums, outs = select(of_microbatch(rows))
         add = lambda t, x: t if x.dtype == _NOTHING else t + jnp.asarray(x).astype(t.dtype)
         return jax.tree.map(add, total, sums), outs
 
@@ -166,8 +152,29 @@ def _accumulate(part: Callable[[Sequence[Any]], Results], args: Sequence[Any], b
 
     averages = [mean(total, like) for total, like in zip(totals, select(small)[0], strict=True)]
     n = len(small[0])
-    stacked, merged_sums = iter(map(merged, outs)), iter(averages[n:])
+    stacked, merged_sums = iter(map(_joined, outs)), iter(averages[n:])
     return averages[:n], [next(stacked) if keep else next(merged_sums) for keep in kept]
+
+
+def _microbatches(x: Any, k: int) -> Any:
+    """Examples as `k` microbatches: every k-th is in one, so that each device's examples stay its own."""
+    return jnp.moveaxis(x.reshape(x.shape[0] // k, k, *x.shape[1:]), 1, 0)
+
+
+def _joined(x: Any) -> Any:
+    """The examples of microbatches in their order."""
+    k, rows, *shape = x.shape
+    return jnp.moveaxis(x, 0, 1).reshape(rows * k, *shape)
+
+
+def _check_joinable(small: Sequence[Any], whole: Sequence[Any], k: int) -> None:
+    """Refuse aux values whose parts, of one microbatch each, do not make the whole batch's along axis 0."""
+    for a, b in zip(small, whole, strict=True):
+        if a.shape != b.shape and (not a.shape or (a.shape[0] * k, *a.shape[1:]) != b.shape):
+            raise ValueError(
+                f"an aux value has shape {b.shape} for the whole batch and {a.shape} for one of {k} microbatches: "
+                "microbatches can be put together only along axis 0"
+            )
 
 
 def _wide(dtype: Any) -> Any:

@@ -4,12 +4,12 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, PartitionSpec, Sharding, SingleDeviceSharding
 
 AXIS = "data"  # the axis that splits the batch, and along which state is kept in shards
 GROUP = "group"  # the axis before it in a mesh whose devices keep all of the state in each of several groups
@@ -78,6 +78,16 @@ def mesh_of(given: Sizes | Mesh, devices: Sequence[Any], owner: object = "the jo
 def axes_of_mesh(mesh: Mesh) -> tuple[Axis, ...]:
     """The axes of a mesh, the outermost first."""
     return tuple(Axis(name, size) for name, size in mesh.shape.items())
+
+
+def axes_by_dim(spec: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return the axes that divide each dimension."""
+    return [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in spec]
+
+
+def dim_over(spec: PartitionSpec, axis: str) -> int | None:
+    """Return the dimension that an axis divides, if any."""
+    return next((dim for dim, axes in enumerate(axes_by_dim(spec)) if axis in axes), None)
 
 
 def passes(mesh: Mesh) -> tuple[Axis, ...]:

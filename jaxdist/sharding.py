@@ -78,26 +78,9 @@ def zero(
       Rajbhandari et al., *ZeRO*, arXiv 1910.02054; Zhao et al., *PyTorch FSDP*, VLDB 2023, section 3.2.2;
       Micikevicius et al., *Mixed Precision Training*, arXiv 1710.03740.
     """
-    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        raise TypeError(f"zero takes an optax gradient transformation (init and update), not {tx!r}")
-    if type(level) is not int or level not in (0, 1, 2, 3):
-        raise ValueError(
-            f"zero(level={level!r}): 0 (nothing in shards), 1 (the optimizer's state), 2 (and gradients) or 3 (and "
-            "parameters)"
-        )
-    check_within(within)
-    check_split(split)
-    if type(offload) is not bool:
-        raise TypeError(f"zero(offload={offload!r}): True (the optimizer's state in the host's memory) or False")
-    if offload and not level:
-        raise ValueError(
-            "zero(level=0, offload=True): at level 0 each device has all of the optimizer's state, and the host's "
-            "memory would hold it as many times. Take level 1, 2 or 3"
-        )
+    _check(tx, level, within, split, offload, precision)
     if not hasattr(tx, "_replace"):  # not one of optax's NamedTuples
         tx = copy.copy(tx)  # which is returned: attributes that are set on it count
-    if precision not in (None, *DTYPES):
-        raise ValueError(f"zero(precision={precision!r}): 'bf16', 'fp16' or None (parameters of any type)")
     parameters = inspect.signature(tx.update).parameters.values()
     extra = isinstance(tx, optax.GradientTransformationExtraArgs) or any(p.kind is p.VAR_KEYWORD for p in parameters)
     kind = optax.GradientTransformationExtraArgs if extra else optax.GradientTransformation
@@ -135,6 +118,28 @@ def _with_functions(tx: Any, init: Any, update: Any) -> Any:
     for name, function in (("init", init), ("update", update)):
         object.__setattr__(tx, name, function)  # it may be a frozen dataclass
     return tx
+
+
+def _check(tx: Any, level: Any, within: Any, split: Any, offload: Any, precision: Any) -> None:
+    """Refuse what `zero` does not take."""
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise TypeError(f"zero takes an optax gradient transformation (init and update), not {tx!r}")
+    if type(level) is not int or level not in (0, 1, 2, 3):
+        raise ValueError(
+            f"zero(level={level!r}): 0 (nothing in shards), 1 (the optimizer's state), 2 (and gradients) or 3 (and "
+            "parameters)"
+        )
+    check_within(within)
+    check_split(split)
+    if type(offload) is not bool:
+        raise TypeError(f"zero(offload={offload!r}): True (the optimizer's state in the host's memory) or False")
+    if offload and not level:
+        raise ValueError(
+            "zero(level=0, offload=True): at level 0 each device has all of the optimizer's state, and the host's "
+            "memory would hold it as many times. Take level 1, 2 or 3"
+        )
+    if precision not in (None, *DTYPES):
+        raise ValueError(f"zero(precision={precision!r}): 'bf16', 'fp16' or None (parameters of any type)")
 
 
 def _say_that_it_is_outside(ctx: Context | None) -> None:

@@ -130,20 +130,12 @@ def save(path: str | os.PathLike[str], state: Any, step: int, *, wait: bool = Tr
     # A new name, so leftovers of a killed job do not matter.
     temporary = final.with_name(f"{step}.{token}{directory.UNFINISHED}")
 
-    def on_each(phase: str, work: Callable[[], Any]) -> list[Any]:
-        def exchange(mine: Any) -> list[Any]:  # by mail: the main thread makes exchanges of its own meanwhile
-            tag = f"save/{token}/{phase}"
-            ctx.control.put(tag, mine)
-            # Without a limit: when a rank ends, the control channel ends this process.
-            return [mine if rank == ctx.rank else ctx.control.take(tag, rank, None) for rank in range(ctx.size)]
-
-        part = lambda: Part(None, told=work())
-        return on_every_rank(ctx, unchanged, part, raises=(CheckpointError,), exchange=exchange)[1]
-
     def write() -> None:
+        on_each = functools.partial(_on_every_rank_by_mail, ctx, unchanged)
         try:
-            told = on_each("write", lambda: _write(ctx, temporary / directory.ITEM, parts))
-            on_each("conclude", lambda: _conclude(temporary, final, parts, told) if ctx.is_root else None)
+            told = on_each(f"save/{token}/write", lambda: _write(ctx, temporary / directory.ITEM, parts))
+            conclude = lambda: _conclude(temporary, final, parts, told) if ctx.is_root else None
+            on_each(f"save/{token}/conclude", conclude)
         except BaseException as error:
             if ctx.is_root:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -159,6 +151,18 @@ def save(path: str | os.PathLike[str], state: Any, step: int, *, wait: bool = Tr
     if wait:
         saving.wait()
     return saving
+
+
+def _on_every_rank_by_mail(ctx: Context, unchanged: str, tag: str, work: Callable[[], Any]) -> list[Any]:
+    """Run a part of a save on every rank, from a thread: the main one makes exchanges of its own meanwhile."""
+
+    def exchange(mine: Any) -> list[Any]:
+        ctx.control.put(tag, mine)
+        # Without a limit: when a rank ends, the control channel ends this process.
+        return [mine if rank == ctx.rank else ctx.control.take(tag, rank, None) for rank in range(ctx.size)]
+
+    part = lambda: Part(None, told=work())
+    return on_every_rank(ctx, unchanged, part, raises=(CheckpointError,), exchange=exchange)[1]
 
 
 def _check(leaves: dict[Name, Any], step: Any, keep: Any) -> None:

@@ -1,18 +1,19 @@
 """`jaxdist run`: run a program on N ranks, and restart it if a rank fails."""
 
-import itertools
 import os
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from jaxdist.connectors import site
-from jaxdist.launch.hosts import parse_hosts, those_there
+from jaxdist.launch.hosts import Host, parse_hosts, those_there
 from jaxdist.launch.job import Launcher, choose, launch, program_command
 from jaxdist.launch.output import say
+from jaxdist.launch.processes import Ended
 
 _SOON = 15.0  # a job that fails within this many seconds has made no progress
 _ENOUGH = 6  # limit on such failures in a row
@@ -67,12 +68,11 @@ def run(
             raise ValueError("--hosts and --hostfile are mutually exclusive")
         named = hostfile.read_text().splitlines() if hostfile else hosts.split(",") if hosts is not None else None
         placed = parse_hosts(named) if named is not None else []
-        everywhere, slots = placed, sum(host.slots for host in placed)
-        size = whole = ranks or slots or 1
+        slots = sum(host.slots for host in placed)
+        size = ranks or slots or 1
         if placed and size > slots:
             raise ValueError(f"-n {size}, but the hosts have {slots} slots: leave out -n, or give the hosts more slots")
-        script = ["-m", *script] if is_module else script
-        command = program_command(script)
+        command = program_command(["-m", *script] if is_module else script)
         mpirun = choose(launcher, needs_mpi=os.environ.get("JAXDIST_COMMUNICATOR") == "mpi")
         if mpirun is None and not all(host.local for host in placed):
             raise ValueError(f"ranks on several hosts need mpirun: {site.install()}")
@@ -84,32 +84,46 @@ def run(
             say(f"{size} rank{'s' * (size > 1)} on {where}, {how}")
         if debug is not None and debug >= size:
             raise ValueError(f"--debug {debug}: valid: 0..{size - 1}")
-        environment = {} if debug is None else {"JAXDIST_DEBUG": str(debug)}
-        if lanes:
-            environment["JAXDIST_LANES"] = str(lanes)
-        if devices:
-            environment["JAXDIST_DEVICES"] = str(devices)
-        soon = 0  # quick failures in a row
-        for restart in itertools.count():
-            environment["JAXDIST_RESTARTS"] = str(restart)
-            begin = time.monotonic()
-            ended = launch(command, size, mpirun, environment, hosts=placed, prefix=prefix)
-            if not ended.failed or restart == max_restarts:
-                raise typer.Exit(ended.code)
-            soon = soon + 1 if time.monotonic() - begin < _SOON else 0
-            if soon == _ENOUGH:
-                left = f"{max_restarts - restart} of --max-restarts {max_restarts} are left"
-                say(f"not restarted: the last {_ENOUGH} starts failed within {_SOON:g} s each. {left}")
-                raise typer.Exit(ended.code)
-            time.sleep(2.0 ** (soon - 2) if soon > 1 else 0)  # a full disk or an unreachable host may recover
-            if elastic:
-                placed = those_there(everywhere)
-                most = min(whole, sum(host.slots for host in placed) or whole)
-                most -= most == size > 1
-                size = next(n for n in range(most, 0, -1) if not lanes or lanes % n == 0)
-            say(f"restart {restart + 1} of {max_restarts}, with {size} rank{'s' * (size > 1)}")
+        settings = {"JAXDIST_DEBUG": debug, "JAXDIST_LANES": lanes, "JAXDIST_DEVICES": devices}
+        environment = {name: str(value) for name, value in settings.items() if value is not None}
+
+        def start(size: int, hosts: Sequence[Host], restart: int) -> Ended:
+            variables = {**environment, "JAXDIST_RESTARTS": str(restart)}
+            return launch(command, size, mpirun, variables, hosts=hosts, prefix=prefix)
+
+        raise typer.Exit(_run_until_it_ends(start, size, placed, max_restarts, lanes, elastic))
     except SyntaxError as error:
         typer.echo("".join(traceback.format_exception_only(error)), err=True, nl=False)
         raise typer.Exit(1) from None
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _run_until_it_ends(
+    start: Callable[[int, Sequence[Host], int], Ended],
+    size: int,
+    hosts: Sequence[Host],
+    max_restarts: int,
+    lanes: int | None,
+    elastic: bool,
+) -> int:
+    """Start a job, and again if it fails; return its exit code."""
+    whole, reachable, soon = size, hosts, 0  # `soon`: quick failures in a row
+    for restart in range(max_restarts + 1):
+        begin = time.monotonic()
+        ended = start(size, reachable, restart)
+        if not ended.failed or restart == max_restarts:
+            return ended.code
+        soon = soon + 1 if time.monotonic() - begin < _SOON else 0
+        if soon == _ENOUGH:
+            left = f"{max_restarts - restart} of --max-restarts {max_restarts} are left"
+            say(f"not restarted: the last {_ENOUGH} starts failed within {_SOON:g} s each. {left}")
+            return ended.code
+        time.sleep(2.0 ** (soon - 2) if soon > 1 else 0)  # a full disk or an unreachable host may recover
+        if elastic:
+            reachable = those_there(hosts)
+            most = min(whole, sum(host.slots for host in reachable) or whole)
+            most -= most == size > 1
+            size = next(n for n in range(most, 0, -1) if not lanes or lanes % n == 0)
+        say(f"restart {restart + 1} of {max_restarts}, with {size} rank{'s' * (size > 1)}")
+    raise AssertionError("unreachable: the last start returns")

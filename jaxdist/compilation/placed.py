@@ -15,7 +15,7 @@ from jaxdist.compat import under_no_mesh
 from jaxdist.compilation.signature import Avals, Signature, is_keys
 from jaxdist.compilation.tracing import TracedStep, without_collections
 from jaxdist.errors import StepError
-from jaxdist.mesh import AXIS, GROUP, MODEL, SEQUENCE, Axis, axes_of_mesh, data_size, in_groups, passes
+from jaxdist.mesh import AXIS, GROUP, MODEL, SEQUENCE, Axis, axes_by_dim, axes_of_mesh, data_size, in_groups, passes
 from jaxdist.placements.emit.buckets import Fuse
 from jaxdist.placements.emit.compressible import compressible
 from jaxdist.placements.emit.emitter import Emitter, local_types
@@ -170,7 +170,7 @@ class PlacedStep:
         def sharding_of(result_spec: P, layout: Layout | None) -> NamedSharding:
             if layout is not None:
                 return sharding(self.mesh, layout)
-            dims = [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in result_spec]
+            dims = axes_by_dim(result_spec)
             if any((GROUP in axes) != (AXIS in axes) for axes in dims):
                 return NamedSharding(self.run_mesh, result_spec)
             return NamedSharding(self.mesh, spec([tuple(name for name in axes if name != GROUP) for axes in dims]))

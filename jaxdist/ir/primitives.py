@@ -23,6 +23,7 @@ gather_shards_p = Primitive("jaxdist_all_gather")  # the slices of all devices a
 # or ``"requested"`` by the user; ``level`` of ZeRO; ``within``: the devices that share it; ``split``: the way to run
 # whole-matrix work (`placements.owners`); ``offload``: keep the state's leaves in host memory.
 shard_p = Primitive("jaxdist_shard")
+constraint_p = Primitive("sharding_constraint")  # JAX's, without the user's mesh in the type of its result
 count_p = Primitive("jaxdist_count")  # int32[devices, 2]: numbers of NaN and infinite entries of ``x`` per device
 plain_p = Primitive("jaxdist_plain")  # ``x`` of a decorated step called on tracers, which must not compile alone
 
@@ -91,10 +92,11 @@ def _identity(primitive: Primitive) -> None:
     batching.primitive_batchers[primitive] = lambda args, dims, **params: (primitive.bind(*args, **params), dims[0])
 
 
-_identity(shard_p)
-_identity(plain_p)
-shard_p.def_impl(lambda x, **_: x)
-mlir.register_lowering(shard_p, lambda ctx, x, **_: [x])
+for mark_p in (shard_p, constraint_p, plain_p):
+    _identity(mark_p)
+for mark_p in (shard_p, constraint_p):
+    mark_p.def_impl(lambda x, **_: x)
+    mlir.register_lowering(mark_p, lambda ctx, x, **_: [x])
 
 
 def counts(x: Any) -> jax.Array:

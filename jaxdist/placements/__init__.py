@@ -14,6 +14,7 @@ from jaxdist.placements.rules import (  # noqa: F401  (their rules)
     lookups,
     loops,
     own_code,
+    partitioned,
     products,
     shapes,
 )

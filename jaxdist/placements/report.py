@@ -12,11 +12,14 @@ from jaxdist.placements.model.block import Node
 from jaxdist.placements.model.cost import flops
 from jaxdist.placements.model.strategy import IN_PLACE, RETURNED, Propagation
 from jaxdist.placements.model.values import REPLICATED, Split
+from jaxdist.placements.rules.shapes import constrained_dim
+from jaxdist.placements.search.options import COST_OF_CONSTRAINT
 
 _WORTH_SAYING = 0.01
 _WORTH_SPLITTING = 1 << 17, 8  # FLOPs, and those for each entry of arguments and results
 _MOST_LINES = 5
 _MOST_ROWS = 3
+_NOT_FOLLOWED = "not followed"
 _OF_BATCH = {"all-gather of activations", "all-to-all of activations"}
 
 
@@ -25,7 +28,7 @@ class Row:
     """A value that is communicated, or work that every device repeats."""
 
     axis: str  # over which it is sent; for repeated work, along which devices repeat it
-    what: str  # ``"all-gather"``, ``"all-reduce"``, ... or ``"repeated"`` for work that every device does
+    what: str  # a collective's kind; ``"repeated"``: work that every device does; ``"not followed"``: a constraint
     operation: str  # the primitive that needs it
     line: str  # file:line of the user's code, or "" if JAX does not know it
     bytes: int = 0  # size of the whole value, per step
@@ -38,12 +41,14 @@ class Row:
         size = f"{self.share:.0%} of the FLOPs" if self.what == "repeated" else in_words(self.bytes)
         place = f" at {_short(self.line)}" if self.line else ""
         fact = f"{size} over {self.axis}: {self.what} ({self.operation}){place}"
+        if self.what == _NOT_FOLLOWED:
+            fact = f"{self.operation} over {self.axis}: {self.what}{place}"
         return "; ".join(filter(None, (fact, self.why, self.instead and f"instead: {self.instead}")))
 
 
 def rows(over: Sequence[Propagation]) -> list[Row]:
-    """Return communication, most bytes first, then repeated work."""
-    listed = _moved(over)
+    """Return communication, most bytes first, then repeated work; between them, constraints that are not followed."""
+    listed = [*_moved(over), *dict.fromkeys(row for placed in over for row in _not_followed(placed))]
     if over and (again := unsplit(placed := _over_data(over))):
         why, instead = "no argument is taken for the batch", "batch_argnums= says which one is"
         share = again / work(placed)
@@ -85,16 +90,31 @@ def _moved(over: Sequence[Propagation]) -> list[Row]:
     return [replace(row, bytes=size) for (row, _), size in sizes.most_common() if size]
 
 
+def _not_followed(over: Propagation) -> Iterator[Row]:
+    """Yield the constraints of `jax.lax.with_sharding_constraint` that values do not follow."""
+    for placed, _ in over.blocks():
+        name, devices = placed.axis.name, placed.axis.size
+        for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
+            dim = constrained_dim(node, name)
+            (result, *_), (value, *_) = (*strategy.out_placements, None), (*node.outs, 0)
+            if dim is not None and not (isinstance(result, Split) and result.dim == dim):
+                length = placed.block.avals[value].shape[dim]
+                why = f"this part of the step would take more than {COST_OF_CONSTRAINT} times as long"
+                why = f"dimension {dim} has {length} entries for {devices} devices" if length < devices else why
+                yield Row(name, _NOT_FOLLOWED, node.name, node.line, why=why)
+
+
 def text(listed: Sequence[Row], verbose: bool) -> str:
     """Describe the bytes over each axis, and the largest rows, or all if `verbose`."""
-    moved = [row for row in listed if row.what != "repeated"]
+    moved = [row for row in listed if row.what not in ("repeated", _NOT_FOLLOWED)]
+    constraints = [row for row in listed if row.what == _NOT_FOLLOWED]
     repeated = [row for row in listed if row.what == "repeated" and (verbose or row.share > _WORTH_SAYING)]
     sent = Counter[str]()
     for row in moved:
         sent[row.axis] += row.bytes
     lines = [f"over {axis}: {in_words(size)}, {size / sent.total():.0%} of all bytes" for axis, size in sent.items()]
     most = len(listed) if verbose else _MOST_ROWS
-    for row in (*moved[:most], *repeated[:most]):
+    for row in (*moved[:most], *constraints[:most], *repeated[:most]):
         lines += textwrap.wrap(f"  {row}", 100, subsequent_indent=" " * 6, break_long_words=False)
     return "\n".join(lines) or "no communication, and no work is repeated across devices"
 
@@ -113,7 +133,7 @@ def _is_slow(row: Row) -> bool:
     """Check whether a row is worth a warning: work that the user can avoid, and did not ask for."""
     if row.what == "repeated":
         return row.axis != MODEL and row.share > _WORTH_SAYING  # the model axis has no examples to divide
-    if row.why == IN_PLACE or row.operation in ("shard_map", "jaxdist_own_code"):
+    if row.why == IN_PLACE or row.operation in ("shard_map", "jaxdist_own_code", "sharding_constraint"):
         return False
     return row.what in _OF_BATCH or (row.what.endswith("of shards") and row.why not in ("", RETURNED))
 

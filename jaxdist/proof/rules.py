@@ -1,7 +1,7 @@
 """The rules of `jaxdist.proof.evaluate`: (evaluator, equation, operands) -> results."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,6 @@ from jaxdist.proof.evaluate import (
     OF_ANY,
     RULES,
     Evaluator,
-    Rule,
     by_part,
     hashed_as,
     is_complex,
@@ -192,9 +191,8 @@ def _by_example(name: str, eqn: JaxprEqn, digests: Sequence[Any], batch: int) ->
     for k, aval in enumerate(map(aval_of, eqn.outvars)):
         shape = aval.shape[batch:]
         places = jnp.arange(math.prod(shape)).reshape(shape)
-        out = hashed_as(
-            aval, f"{name}{k}", [*(jnp.reshape(d, (*d.shape, *(1,) * len(shape))) for d in digests), places]
-        )
+        of_example = [jnp.expand_dims(d, range(d.ndim, d.ndim + len(shape))) for d in digests]
+        out = hashed_as(aval, f"{name}{k}", [*of_example, places])
         whole_number = not is_float(aval) and aval.dtype != bool
         out = out % max(1, *shape[-1:]) if whole_number else out  # pivots
         made.append(jax.tree.map(lambda x, shape=aval.shape: jnp.broadcast_to(x, shape), out))
@@ -301,16 +299,6 @@ def _outside(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     return _by_example(f"{eqn.primitive.name}{compat.kernel_name(eqn)}", eqn, digests, count)
 
 
-def _of_parts(name: str) -> Rule:
-    """Return the rule of an operation on the parts of complex numbers."""
-    parts: dict[str, Callable[..., Any]] = {
-        "complex": lambda x, y: Pair(*jnp.broadcast_arrays(x, y)),
-        "conj": lambda x: Pair(_complex(x).real, field.neg(_complex(x).imag)),
-        "real": lambda x: x.real, "imag": lambda x: x.imag,
-    }  # fmt: skip
-    return lambda e, eqn, xs: [parts[name](*xs)]
-
-
 _IN_PLACE = ("sharding_constraint", "device_put", "pvary", "jaxdist_shard", "mesh_cast", "reshard", "jaxdist_plain",
              "name", "optimization_barrier", "layout_constraint", "reduce_precision")  # fmt: skip
 _SCATTERS = ("scatter", *(f"scatter{dash}{kind}" for dash in "-_" for kind in ("add", "sub", "min", "max", "mul")))
@@ -338,7 +326,9 @@ RULES |= {
     **dict.fromkeys(("dot_general", "conv_general_dilated", "ragged_dot_general"), _contracted),
     **dict.fromkeys(("cholesky", "lu", "qr", "svd", "eigh", "geqrf", "householder_product", "tridiagonal", "schur",
                      "hessenberg", "eig", "cholesky_update"), _of_matrices),
-    **{name: _of_parts(name) for name in ("complex", "conj", "real", "imag")},
+    "complex": lambda e, eqn, xs: [Pair(*jnp.broadcast_arrays(*xs))],
+    "conj": lambda e, eqn, xs: [Pair((x := _complex(xs[0])).real, field.neg(x.imag))],
+    "real": lambda e, eqn, xs: [xs[0].real], "imag": lambda e, eqn, xs: [xs[0].imag],
     **dict.fromkeys(("empty", "empty2"), lambda e, eqn, xs: [e.constant(np.zeros(a.shape, a.dtype))
                                                              for a in map(aval_of, eqn.outvars)]),
     "is_finite": lambda e, eqn, xs: [jnp.ones(aval_of(eqn.outvars[0]).shape, bool)],

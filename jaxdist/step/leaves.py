@@ -5,6 +5,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist.compilation.signature import Leaf
+from jaxdist.mesh import dim_over
 from jaxdist.placements.model.layouts import Padded, physical
 from jaxdist.step import batch
 
@@ -37,5 +38,4 @@ def sharding_over_any(x: Leaf) -> NamedSharding | None:
 def dim_along(x: Leaf, axis: str) -> int | None:
     """Return the dimension of a leaf that an axis of this name cuts, on any mesh."""
     current = sharding_over_any(x)
-    by_dim = [axes if isinstance(axes, tuple) else (axes,) for axes in current.spec] if current else []
-    return next((dim for dim, axes in enumerate(by_dim) if axis in axes), None)
+    return dim_over(current.spec, axis) if current else None

@@ -15,7 +15,7 @@ from jaxdist.agreement.calls import Rows
 from jaxdist.agreement.description import grouped, listed
 from jaxdist.compilation.signature import NUMBERS, Leaf, Signature, is_keys
 from jaxdist.device_map import Device
-from jaxdist.mesh import AXIS, GROUP, NAMES, data_size, from_host, in_a_row
+from jaxdist.mesh import AXIS, GROUP, NAMES, axes_by_dim, data_size, from_host, in_a_row
 from jaxdist.placements.model.layouts import (
     HOST,
     Cut,
@@ -234,7 +234,7 @@ def _cuts(current: NamedSharding) -> list[Cut] | None:
     """
     mesh, cuts = current.mesh, list[Cut]()
     assert isinstance(mesh, Mesh)  # an abstract one is of types
-    by_dim = [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in current.spec]
+    by_dim = axes_by_dim(current.spec)
     if any({GROUP, AXIS}.issubset(axes) and axes.index(GROUP) + 1 != axes.index(AXIS) for axes in by_dim):
         return None  # slices in a different order
     in_a_group = not any(GROUP in axes for axes in by_dim)

@@ -1,6 +1,7 @@
 """Meshes with Explicit axes: results live on the user's, and the shardings that a step names change no value."""
 
 import contextlib
+import functools
 import logging
 import subprocess
 import sys
@@ -132,6 +133,41 @@ def test_an_axis_named_without_its_mesh() -> None:
     with jax.set_mesh(DATA), pytest.raises(ValueError, match="mesh") as error:
         jaxdist.data_parallel(step)(W, X)
     assert "reshard" in "".join(error.value.__notes__)
+
+
+def halves(constrain: Callable[..., Any], w: Any, x: Any) -> Any:
+    return jnp.tanh(constrain(x @ w)) @ w.T
+
+
+# A step with a constraint; its spec; the dimension of `w` that the model axis cuts; what explain says with it alone.
+WISHES: dict[str, tuple[Callable[..., Any], P, int | None, tuple[str, str]]] = {
+    "features": (halves, P("data", "model"), 0, ("all-to-all of shards", "model")),
+    "no rows": (
+        lambda c, w, x: (z := plain(w, x)) @ z.T + jnp.sin(c(z)).sum(), P(None, "data"), None,
+        ("all-to-all of activations", "data"),
+    ),
+    "in a loop": (
+        lambda c, w, x: lax.scan(lambda x, _: (halves(c, w, x), None), x, None, 2)[0], P("data", "model"), 0,
+        ("all-to-all of shards", "model"),
+    ),
+    "too dear": (lambda c, w, x: c(x), P(None, "data"), 1, ("not followed", "data")),
+    "too short": (lambda c, w, x: plain(w, x) * c(w[:3, :1]).sum(), P("data"), None, ("not followed", "data")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WISHES)
+def test_a_constraint_is_a_wish(name: str) -> None:
+    forward, spec, dim, expected = WISHES[name]
+
+    def said(step: Any) -> set[tuple[str, str]]:
+        decorated = jaxdist.parallel(step, mesh=BOTH, layouts={"w": dim})
+        close(decorated(W, X), jax.jit(step)(W, X))
+        return {(row.what, row.axis) for row in jaxdist.explain(decorated, W, X).rows}
+
+    with jax.set_mesh(explicit({"data": 4, "model": 2}, AUTO)):
+        constrain = functools.partial(lax.with_sharding_constraint, shardings=spec)
+        with_constraint, without = (said(trained(functools.partial(forward, c))) for c in (constrain, lambda x: x))
+    assert expected in with_constraint - without
 
 
 # --- where results live

@@ -113,16 +113,13 @@ class RuleContext:
         """Return the default strategy of an operation, and its options."""
         if unknown := [type(e).__name__ for e in node.eqn.effects if type(e).__name__ not in _EFFECTS]:
             raise refuse(node, f"its effect ({unknown[0]}) is not possible on several devices")
-        if any(isinstance(p, Partial) for p in ins) and (
-            strategy := linear(self.block, self.may_stay_partial, self.later, node, ins)
-        ):
-            return strategy, ()
-        for k, i in enumerate(node.ins):
-            if isinstance(ins[k], Partial):
-                ins[k] = self.slices.get(i, ins[k])
-        return self._alone(node, ins), [
-            one for rule in ALTERNATIVES.get(node.name, ()) if (one := rule(self, node, ins))
-        ]
+        default = None
+        if any(isinstance(p, Partial) for p in ins):
+            default = linear(self.block, self.may_stay_partial, self.later, node, ins)
+        if default is None:
+            ins = [self.slices.get(i, p) if isinstance(p, Partial) else p for i, p in zip(node.ins, ins, strict=True)]
+            default = self._alone(node, ins)
+        return default, [one for rule in ALTERNATIVES.get(node.name, ()) if (one := rule(self, node, ins))]
 
     def _alone(self, node: Node, ins: Sequence[Placement]) -> Strategy:
         """Return the strategy that sends least for an operation alone."""

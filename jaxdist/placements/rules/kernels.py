@@ -1,161 +1,25 @@
-"""Rules for kernels that say themselves how they are divided, and `register` for those that don't."""
+"""Rules for products of groups of rows and for calls of the user's, and `register` for kernels without a rule."""
 
 import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.extend.core import Primitive
 
 from jaxdist import compat
-from jaxdist.ir.interpreter import axes_of, bodies, walk
+from jaxdist.ir.interpreter import bodies
 from jaxdist.placements.model.block import Block, Node
-from jaxdist.placements.model.factors import FACTORS, Dims, Factors, Params, Shapes, einsum
+from jaxdist.placements.model.factors import FACTORS, Factors, Params, Shapes, einsum
 from jaxdist.placements.model.named_kernels import TWINS, twin_of
 from jaxdist.placements.model.strategy import DeviceContext, Run, Strategy, sliced
-from jaxdist.placements.model.values import (
-    REPLICATED,
-    Form,
-    Partial,
-    Placement,
-    Split,
-    form,
-    local_shape,
-    tile,
-    whole_if_deferred,
-)
+from jaxdist.placements.model.values import Partial, Placement, Split, form, local_shape, whole_if_deferred
 from jaxdist.placements.rules.context import SPECIAL, RuleContext, refuse, special
-from jaxdist.placements.rules.own_code import sent_by
 from jaxdist.placements.rules.run import Cut, repeat_last
-
-# --- custom_partitioning
-
-
-@special("custom_partitioning")
-def _by_its_partition(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Ask the kernel's own ``partition`` for the program of a device, with the slices that its rule allows."""
-    priced = [
-        (_price(ctx, node, ins, strategy), k, strategy)
-        for k, slices in enumerate(_proposals(ctx, node, ins))
-        if (strategy := _partitioned(ctx, node, slices)) is not None
-    ]
-    return min(priced, key=lambda entry: entry[:2], default=(0, 0, None))[-1]
-
-
-def _price(ctx: RuleContext, node: Node, ins: Sequence[Placement], strategy: Strategy) -> float:
-    moved = zip(ins, strategy.in_forms, node.ins, strict=True)
-    return sum(ctx.infer.sent(p, to or REPLICATED, ctx.block.avals[i]) for p, to, i in moved) + sum(
-        sends.times * ctx.infer.link.sent(sends.kind, sends.bytes) for sends in strategy.sends
-    )
-
-
-Slices = tuple[Split | None, ...]  # of the operands, then of the results
-
-
-def _proposals(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Iterator[Slices]:
-    """Yield slices of all arrays for each factor that splits an operand; without factors, the operands' slices."""
-    if (described := _factors_of_rule(ctx, node)) is None:
-        if any(isinstance(p, Split) for p in ins) and node.eqn.params["infer_sharding_from_operands"]:
-            yield tuple(p if isinstance(p, Split) else None for p in ins)
-        return
-    shapes = ctx.block.shapes((*node.ins, *node.outs))
-    for factor, turns in ctx.candidates(node, ins, described):
-        yield tuple(described.slices(k, factor, turns, shape) for k, shape in enumerate(shapes))
-
-
-def _factors_of_rule(ctx: RuleContext, node: Node) -> Factors | None:
-    """Return the factors of a Shardy rule; of several in one dimension, the outermost."""
-    avals = [[ctx.block.avals[i] for i in values] for values in (node.ins, node.outs)]
-    if (rule := compat.sharding_rule(node.eqn.params, *avals)) is None:
-        return None
-    arrays = [*avals[0], *avals[1]]
-    mappings = zip((*rule.operand_mappings, *rule.result_mappings), arrays, strict=True)
-    names = [compat.split_by_shardy(mapping, aval.ndim) for mapping, aval in mappings]
-    sizes, kept = dict(rule.factor_sizes), {*rule.need_replication_factors, *rule.permutation_factors}
-    for dims, aval in zip(names, arrays, strict=True):
-        for factors, n in zip(dims, aval.shape, strict=True):
-            if len(factors) == 1 and sizes.setdefault(factors[0], n) != n:
-                kept.add(factors[0])  # a result has fewer entries than an operand, or one of them more than others
-    kept |= {factor for dims in names for factors in dims for factor in factors[1:]}
-    numbers = {factor: k for k, factor in enumerate(sorted({f for dims in names for fs in dims for f in fs} - kept))}
-    units = {
-        (k, d): Fraction(math.prod(sizes[factor] for factor in factors[1:]))
-        for k, dims in enumerate(names) for d, factors in enumerate(dims)
-    }  # fmt: skip
-    described: list[Dims] = [tuple(numbers.get(factors[0]) for factors in dims) for dims in names]
-    return Factors(tuple(described[: len(node.ins)]), tuple(described[len(node.ins) :]), units=units)
-
-
-def _partitioned(ctx: RuleContext, node: Node, slices: Slices) -> Strategy | None:
-    """Return the strategy that the kernel's ``partition`` gives for these slices, or None if it gives none."""
-    params, axis, n = node.eqn.params, ctx.infer.axis, ctx.n
-    if any(p is not None and p.outer > 1 for p in slices):
-        return None
-    mesh, avals = AbstractMesh((n,), (axis.name,)), ctx.block.avals
-
-    def whole(i: int, p: Split | None) -> jax.ShapeDtypeStruct:
-        """The type of an array with a sharding, as long as all its slices."""
-        shape = avals[i].shape if p is None else p.shape(avals[i].shape)
-        shape = tuple(size * n if p and d == p.dim else size for d, size in enumerate(shape))
-        spec = PartitionSpec(*(axis.name if p and d == p.dim else None for d in range(len(shape))))
-        return jax.ShapeDtypeStruct(shape, avals[i].dtype, sharding=NamedSharding(mesh, spec))
-
-    def local(i: int, p: Split | None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(local_shape(avals[i].shape, p), avals[i].dtype)
-
-    def placed(i: int, sharding: NamedSharding, p: Split | None) -> Split | None:
-        """The slices that a sharding means: those that were proposed, or others."""
-        names = [entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec]
-        dim = next((d for d, entry in enumerate(names) if axis.name in entry), None)
-        if dim is None or (p is not None and p.dim == dim):
-            return None if dim is None else p
-        return tile(dim, avals[i].shape[dim], n)
-
-    def of(tree: Any, shape: Callable[[int, Split | None], Any], values: Sequence[int], parts: Slices) -> Any:
-        return tree.unflatten([shape(i, p) for i, p in zip(values, parts, strict=True)])
-
-    def read(tree: Any, shardings: Any, values: Sequence[int], proposed: Slices) -> Slices:
-        triples = zip(values, tree.flatten_up_to(shardings), proposed, strict=True)
-        return tuple(placed(i, sharding, p) for i, sharding, p in triples)
-
-    ins, outs, static = params["in_tree"], params["out_tree"], params["static_args"]
-    taken, made = slices[: len(node.ins)], slices[len(node.ins) :]
-    operands = of(ins, whole, node.ins, taken)
-    if not made:
-        none: Slices = (None,) * len(node.outs)
-        inferred = params["infer_sharding_from_operands"](*static, mesh, operands, of(outs, local, node.outs, none))
-        made = read(outs, inferred, node.outs, none)
-    results = of(outs, whole, node.outs, made)
-    _, program, out_shardings, in_shardings = params["partition"](*static, mesh, operands, results)
-    taken, made = read(ins, in_shardings, node.ins, taken), read(outs, out_shardings, node.outs, made)
-    body = jax.make_jaxpr(program, axis_env=[(axis.name, n)])(*of(ins, local, node.ins, taken))
-    expected = [(x.shape, x.dtype) for x in map(local, node.outs, made)]
-    if [(a.shape, a.dtype) for a in body.out_avals] != expected:
-        raise refuse(node, f"the program of its partition returns {body.out_avals}, and its shardings say {expected}")
-    names_axis = any(axis.name in axes_of(eqn) for eqn, _ in walk(body))
-    is_padded = any(p is not None and p.is_padded(n) for p in (*taken, *made))
-    # Without messages each result must be in slices; with them, padding would count.
-    in_slices = all(p is not None or not ctx.block.uses[o] for o, p in zip(node.outs, made, strict=True))
-    if not any(taken) or (is_padded if names_axis else not in_slices):
-        return None
-    run = functools.partial(_run_partitioned, body, params if axis.inner and not names_axis else None)
-    in_forms: list[Form] = [form(p) if p else REPLICATED for p in taken]
-    return Strategy(in_forms, [p or REPLICATED for p in made], run, sends=[*sent_by(body, axis, axis.mesh)])
-
-
-def _run_partitioned(
-    body: ClosedJaxpr, params: Any, device: DeviceContext, node: Node, xs: list[jax.Array]
-) -> Sequence[jax.Array]:
-    """Run the program of a device; for axes that are placed later, it stays a kernel with its rule."""
-    return jaxpr_as_fun(body)(*xs) if params is None else device.bind(node, xs, {**params, "call": body})
-
 
 # --- groups of rows
 

@@ -15,7 +15,7 @@ from jaxdist import compat
 from jaxdist.ir.fingerprint import moves
 from jaxdist.ir.interpreter import CONTROL_FLOW, INLINED, Interpreter, axes_of, groups_of, walk
 from jaxdist.ir.wire import kind_of, runs, whole_bytes
-from jaxdist.mesh import AXIS, GROUP, Axis
+from jaxdist.mesh import AXIS, GROUP, Axis, axes_by_dim
 from jaxdist.placements.model.block import Node
 from jaxdist.placements.model.strategy import DeviceContext, MeshAxis, Sends, Strategy
 from jaxdist.placements.model.values import REPLICATED, Placement, Split, form
@@ -33,10 +33,9 @@ def _shard_map(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strate
         raise refuse(node, f"its mesh is {dict(mesh.shape)}, and the step runs on {sizes}")
 
     def names(spec: Any) -> Cuts:
-        axes_by_dim = [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in spec]
         both = (GROUP, AXIS) if groups > 1 else (AXIS,)
         return tuple(
-            tuple(name for axis in axes for name in (both if axis == AXIS else (axis,))) for axes in axes_by_dim
+            tuple(name for axis in axes for name in (both if axis == AXIS else (axis,))) for axes in axes_by_dim(spec)
         )
 
     in_forms, out_placements = (tuple(map(names, params[name])) for name in ("in_specs", "out_specs"))

@@ -10,12 +10,22 @@ import numpy as np
 from jax import lax
 
 from jaxdist import compat
-from jaxdist.ir.primitives import count_p, counts
-from jaxdist.mesh import MODEL
+from jaxdist.ir.primitives import constraint_p, count_p, counts
+from jaxdist.mesh import MODEL, axes_by_dim
 from jaxdist.placements.model.block import Node
 from jaxdist.placements.model.strategy import DeviceContext, Run, Sends, Strategy, nbytes
-from jaxdist.placements.model.values import REPLICATED, Deferred, Form, Placement, Replicated, Split, form, reshaped
-from jaxdist.placements.rules.context import RuleContext, special
+from jaxdist.placements.model.values import (
+    REPLICATED,
+    Deferred,
+    Form,
+    Placement,
+    Replicated,
+    Split,
+    form,
+    reshaped,
+    tile,
+)
+from jaxdist.placements.rules.context import RuleContext, alternative, special
 from jaxdist.placements.rules.run import make_in_form, make_whole
 
 
@@ -151,19 +161,18 @@ def _mark(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | 
     p, params = ins[0], node.eqn.params
     shape = ctx.block.shapes(node.ins)[0]
     requested = params["role"] in ("requested", "state")
-    run = lambda device, node, xs: device.bind(node, xs) if device.marks else xs
     dim = ctx.infer.choose(shape)
     if ctx.infer.level(node):
         if isinstance(p, Split) and p.of_state and (params["role"] != "gradient" or p.dim == dim):
-            return Strategy([form(p)], [replace(p, requested=requested, whole=False)], run)
+            return Strategy([form(p)], [replace(p, requested=requested, whole=False)], _kept_for_later_axes)
         if dim is not None:
             shard = replace(ctx.infer.shard(dim, shape[dim]), requested=requested)
-            return Strategy([form(shard)], [shard], run)
+            return Strategy([form(shard)], [shard], _kept_for_later_axes)
         p = p if isinstance(p, Split) else REPLICATED
-    return _passed_on([p], run)
+    return _passed_on([p], _kept_for_later_axes)
 
 
-@special("jaxdist_plain", "reshard", "sharding_constraint", "layout_constraint", "mesh_cast", "device_put", "pvary")
+@special("jaxdist_plain", "reshard", "layout_constraint", "mesh_cast", "device_put", "pvary")
 def _same(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     """Pass the value on, for nested decorated steps and operations that only set a sharding."""
     return _passed_on(ins, lambda device, node, xs: xs)
@@ -174,6 +183,44 @@ def _passed_on(ins: Sequence[Placement], run: Run) -> Strategy:
     out_placements = [REPLICATED if isinstance(p, Deferred) else p for p in ins]
     in_forms = [REPLICATED if isinstance(p, Split) and p.whole else form(p) for p in out_placements]
     return Strategy(in_forms, out_placements, run)
+
+
+def _kept_for_later_axes(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
+    return device.bind(node, xs) if device.marks else xs
+
+
+# --- the user's constraints
+
+CONSTRAINT = "as constrained"
+
+
+def constrained_dim(node: Node, axis: str) -> int | None:
+    """Return the dimension that a constraint of the user's divides over an axis alone."""
+    spec = getattr(node.eqn.params.get("sharding"), "spec", None) if node.name == "sharding_constraint" else None
+    return next((dim for dim, axes in enumerate(axes_by_dim(spec or ())) if axes == (axis,)), None)
+
+
+def _constrained_later(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
+    if not device.marks:
+        return xs
+    with compat.context_of(node.eqn):
+        return [constraint_p.bind(xs[0], sharding=node.eqn.params["sharding"])]
+
+
+@special("sharding_constraint")
+def _unconstrained(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
+    return _passed_on(ins, _constrained_later)
+
+
+@alternative("sharding_constraint")
+def _constrained(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    """Take the slices that the user names for this axis in `jax.lax.with_sharding_constraint`."""
+    (shape,), (p,) = ctx.block.shapes(node.ins), ins
+    dim = constrained_dim(node, ctx.infer.axis.name)
+    if dim is None or shape[dim] < ctx.n or (isinstance(p, Split) and p.dim == dim and not p.whole):
+        return None
+    slices = tile(dim, shape[dim], ctx.n)
+    return Strategy([slices], [slices], _constrained_later, name=CONSTRAINT)
 
 
 @special("jaxdist_count")

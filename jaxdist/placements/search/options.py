@@ -13,10 +13,13 @@ from jaxdist.placements.model.strategy import Inference, Propagation
 from jaxdist.placements.model.values import REPLICATED, Partial, Placement
 from jaxdist.placements.propagate import propagate
 from jaxdist.placements.rules.context import Choice
+from jaxdist.placements.rules.shapes import CONSTRAINT
 from jaxdist.placements.search.sums import added_up_later, used_in_slices
 
 _OPERATIONS, _FEWEST = 30_000, 8  # limit on walks of a block: fewer the more operations it has, down to a minimum
 _SURE = 1 / 5  # extra weight of messages that only a switched option sends; estimates are not more accurate
+
+COST_OF_CONSTRAINT = 2  # times the seconds of a block without it: more than this is not spent on a user's constraint
 
 On = frozenset[int]  # the groups of operations that are switched
 
@@ -43,8 +46,15 @@ def best(
             known[on] = _cost(infer, placed) + _SURE * unsure, placed
         return known[on][0]
 
-    switches = [On({k}) for k in range(len(groups))]
-    start = min(On(), On().union(*switches), key=value)
+    # The user's constraints are kept where they do not cost much; else they are options like all others.
+    most_seconds = COST_OF_CONSTRAINT * value(On())
+    constraints = [On({k}) for k, group in enumerate(groups) if CONSTRAINT in group.names.values()]
+    kept = On().union(*constraints)
+    if value(kept) > most_seconds:
+        kept = On().union(*(group for group in constraints if value(group) <= most_seconds))
+        kept = kept if value(kept) < float("inf") else On()
+    switches = [On({k}) for k in range(len(groups)) if k not in kept]
+    start = min(kept, kept.union(*switches), key=value)
     return known[descend(start, switches, lambda on, group: [on ^ group], value)][1]
 
 
