@@ -197,11 +197,6 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n\n".join(text)
 
 
-def shorter(results: dict[str, Any]) -> str:
-    """Return the page for a second processor: ratios to torch, and all cases in which a peer is faster."""
-    return "\n\n".join([_agreement(results), *_ratios(results["models"], "torch")])
-
-
 def _agreement(results: dict[str, Any]) -> str:
     worst = max(m["largest_difference"] for m in results["models"].values())
     return (
@@ -210,9 +205,9 @@ def _agreement(results: dict[str, Any]) -> str:
     )
 
 
-def _ratios(found: dict[str, Any], peer: str = "") -> list[str]:
-    """Return the ratios to variants with this in their names, and where any peer is faster."""
-    ratios = {c.title: c.medians(found) for c in COMPARISONS if peer in c.other[0]}
+def _ratios(found: dict[str, Any]) -> list[str]:
+    """Return the ratios, and where any peer is faster."""
+    ratios = {c.title: c.medians(found) for c in COMPARISONS}
     slower = {c.title: c.slower(found) for c in COMPARISONS if "jaxdist" not in c.other[0]}
     lines = "\n".join(f"- {title}: {models}" for title, models in slower.items() if models)
     faster = ["The other one is faster here (median above 1, smallest–largest):", lines] if lines else []

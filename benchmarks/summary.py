@@ -13,9 +13,20 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def page(found: list[dict[str, Any]]) -> str:
-    """Return the Markdown page of the step times on each processor."""
-    return "\n".join([START, *([_steps(found), _scaling(found[0]["models"])] if found else []), END])
+# What a step costs beside what it cannot do without, and beside torch. Processors change these less than milliseconds.
+RATIOS = {
+    "`jax.jit` and a bare all-reduce": Comparison("jaxdist mpi 0", ("1 rank: jit", "raw allreduce")),
+    "JAX by hand": Comparison("jaxdist xla 0", ("gloo flat",)),
+    "on one rank, `jax.jit`": Comparison("1 rank: jaxdist", ("1 rank: jit",)),
+    "torch DDP": Comparison("jaxdist mpi 0", ("torch DDP",)),
+    "torch FSDP2": Comparison("jaxdist mpi 3", ("torch FSDP2",)),
+}
+
+
+def page(found: dict[str, Any] | None) -> str:
+    """Return the Markdown page of the step times."""
+    parts = [_steps(found), _scaling(found["models"]), _first_calls(found["models"])] if found else []
+    return "\n".join([START, *parts, END])
 
 
 START = """# Performance
@@ -24,35 +35,24 @@ Two processes ran on two cores of one CPU, with one thread each. Nobody has meas
 are small, so communication weighs more than in large ones.
 
 All variants train the same weights on the same batches in float32 with Adam, and their losses agree. They take turns;
-each number is the median of 7 rounds.
+each number is a median.
 """
-END = """## What else to expect
-
-- **The first call compiles**, in 1 to 8 seconds for these models; torch takes about one.
-- **Each call** costs the host 15 to 70 µs more than a call of `jax.jit`, for 10 to 200 arrays of state.
-- **Over MPI**, the same step on one rank takes 49% (MLP-0.4M) to 94% (MLP-deep) of the time, and collectives 4% (LeNet)
-  to 23% (MLP-deep), which includes waiting for the other rank.
+END = """- **Each call** costs the host 20 to 130 µs more than a call of `jax.jit`, for 10 to 200 arrays of state.
 
 [All tables](../benchmarks/results/tables.md) cover every variant, memory, collectives, and estimates. To
 measure yours: `python benchmarks --torch PYTHON`.
 """
 
 
-def _steps(found: list[dict[str, Any]]) -> str:
-    first = found[0]
-    rows = []
-    for name, m in first["models"].items():
-        rows.append(
-            [name, *(report.number(report.spread(m["ms"][v]).median) if v in m["ms"] else None for v in COLUMNS)]
-        )
-    slower = []
-    for results in found:
-        note = f" {results['note']}" if "note" in results else ""
-        slower.append(f"\n**{report.processor(results)}.**{note}\n")
-        slower += [f"- {c.peer}: {models}" for c in COMPARISONS if c.peer and (models := c.slower(results["models"]))]
+def _steps(found: dict[str, Any]) -> str:
+    models = found["models"]
+    cell = lambda m, label: report.number(report.spread(m["ms"][label]).median) if label in m["ms"] else None
+    rows = [[name, *(cell(m, label) for label in COLUMNS)] for name, m in models.items()]
+    spreads = zip(models, *(comparison.ratios(models).values() for comparison in RATIOS.values()), strict=True)
+    slower = [f"- {c.peer}: {names}" for c in COMPARISONS if c.peer and (names := c.slower(models))]
     return f"""## Step time
 
-Milliseconds per step on an {report.processor(first)}. Level 3 shards parameters and optimizer state, as FSDP2 does.
+Milliseconds per step on an {report.processor(found)}. Level 3 shards parameters and optimizer state, as FSDP2 does.
 
 {report.table(["", *COLUMNS.values()], rows)}
 
@@ -61,7 +61,12 @@ Milliseconds per step on an {report.processor(first)}. Level 3 shards parameters
 "JAX by hand" sends all gradients in one buffer. MLP-deep has 100 layers. LeNet's convolutions are matrix products,
 LeNet-conv's are XLA's.
 
-PyTorch was faster here (jaxdist's time divided by PyTorch's, with the range; over MPI unless noted):
+jaxdist's time divided by that of others, with the range over rounds, depends less on the processor:
+
+{report.table(["", *RATIOS], spreads)}
+
+PyTorch was faster here (over MPI unless noted):
+
 {chr(10).join(slower)}
 """
 
@@ -78,3 +83,15 @@ def _scaling(found: dict[str, Any]) -> str:
 Over MPI, two ranks reach {between("1 rank: jaxdist")} of ideal throughput with a fixed batch per rank (left), and are
 {between("1 rank x2: jaxdist")} times as fast as one with a fixed total batch (right).
 """
+
+
+def _first_calls(found: dict[str, Any]) -> str:
+    def seconds(label: str) -> str:
+        times = sorted(m["first_call_s"][label] for m in found.values() if label in m["first_call_s"])
+        return f"{report.number(times[0])} to {report.number(times[-1])} s" if times else "not measured"
+
+    return f"""## What else to expect
+
+- **The first call compiles**: over MPI in {seconds("jaxdist mpi 0")} for these models, at level 3 in
+  {seconds("jaxdist mpi 3")}; `jax.jit` on one rank takes {seconds("1 rank: jit")},
+  torch's DDP {seconds("torch DDP")}."""
