@@ -248,7 +248,7 @@ def _number(value: Any) -> Number | None:
 def added(block: Block, outputs: frozenset[int]) -> frozenset[int]:
     """Return values that reach some outputs by additions, reshapes and constant factors only."""
     values = {block.outputs[k] for k in outputs}
-    for node in reversed(block.nodes):
+    for node in reversed(block.nodes) if outputs else ():
         scaled = node.name in ("mul", "div") and any(i in block.known for i in node.ins)
         if (scaled or node.name in _SUMS) and node.outs[0] in values:
             values.update(i for i in node.ins if block.uses[i] == 1)

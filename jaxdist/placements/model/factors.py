@@ -73,7 +73,7 @@ class Factors:
         if factor not in (dims := self.arrays[k]):
             return None
         d = dims.index(factor)
-        if (unit := self.units.get((k, d), Fraction(1))) == 1:
+        if (unit := self.units.get((k, d), 1)) == 1:
             return turns.along(d)
         return replace(turns, dim=d, size=shape[d] // turns.outer, chunk=int(turns.chunk * unit))
 

@@ -259,7 +259,8 @@ class RuleContext:
         operands = [described.slices(k, factor, turns, shape) for k, shape in enumerate(self.block.shapes(node.ins))]
         in_forms: list[Form] = [form(p) if p else REPLICATED for p in operands]
         of_state = turns.of_state and all(p.of_state for p in ins if isinstance(p, Split))
-        plain = replace(turns, of_state=of_state, requested=False, whole=False)
+        is_plain = turns.of_state == of_state and not (turns.requested or turns.whole)
+        plain = turns if is_plain else replace(turns, of_state=of_state, requested=False, whole=False)
         shapes = enumerate(self.block.shapes(node.outs), len(node.ins))  # results are counted on from the operands
         results = [described.slices(k, factor, plain, shape) for k, shape in shapes]
         out_placements, shared = list[Placement](), list[int]()
