@@ -99,7 +99,7 @@ def _not_followed(over: Propagation) -> Iterator[Row]:
             (result, *_), (value, *_) = (*strategy.out_placements, None), (*node.outs, 0)
             if dim is not None and not (isinstance(result, Split) and result.dim == dim):
                 length = placed.block.avals[value].shape[dim]
-                why = f"this part of the step would take more than {COST_OF_CONSTRAINT} times as long"
+                why = f"with it, this part of the step would take more than {COST_OF_CONSTRAINT} times as long"
                 why = f"dimension {dim} has {length} entries for {devices} devices" if length < devices else why
                 yield Row(name, _NOT_FOLLOWED, node.name, node.line, why=why)
 

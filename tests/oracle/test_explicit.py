@@ -170,6 +170,17 @@ def test_a_constraint_is_a_wish(name: str) -> None:
     assert expected in with_constraint - without
 
 
+def test_one_update_of_a_dimension_that_two_axes_cut() -> None:
+    def step(constrain: Callable[..., Any], w: Any, x: Any) -> Any:
+        changed = constrain(x @ w).at[:, 0].set(1.0)
+        return 2 * w, (changed.sum(0), changed)
+
+    with jax.set_mesh(explicit({"data": 4, "model": 2}, AUTO)):
+        by_columns = functools.partial(lax.with_sharding_constraint, shardings=P(None, "data"))
+        constrained = jaxdist.parallel(functools.partial(step, by_columns), mesh=BOTH, layouts={"w": 1})
+        close(constrained(W, X[:7]), jax.jit(functools.partial(step, lambda x: x))(W, X[:7]))
+
+
 # --- where results live
 
 

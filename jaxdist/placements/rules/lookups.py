@@ -3,6 +3,7 @@
 Reference: Shoeybi et al., *Megatron-LM*, arXiv 1909.08053, section 3 (the embedding in slices of the vocabulary).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -84,7 +85,10 @@ def _change(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy 
         # Other devices' rows are beyond the end, in every mode, so that they are dropped.
         local = jnp.where(_is(local, column) & ~present[..., None], rows.rows, local)
         new = {**params, "mode": lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False}
-        return device.bind(node, [xs[0], local, xs[2]], new)[0]
+        # One update becomes a read and a write of one slice. XLA merges the read with the slice that the device has cut
+        # out, and then takes an entry beyond its end (openxla/xla#49121; in jaxlib 0.10).
+        operand = lax.optimization_barrier(xs[0]) if math.prod(local.shape[:-1]) == 1 else xs[0]
+        return device.bind(node, [operand, local, xs[2]], new)[0]
 
     if isinstance(rows, Deferred) and all(isinstance(p, (Replicated, Deferred)) for p in ins[1:]) and mapped:
 

@@ -4,22 +4,24 @@ Options pay off for several operations at once, or not at all: a weight not gath
 the next. So operations switch in groups. Tries are counted, not timed, so that all ranks agree.
 """
 
+import functools
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from jaxdist.placements.model.block import TO_A_SUM, Block, Node, UnionFind
 from jaxdist.placements.model.cost import cost, descend
 from jaxdist.placements.model.strategy import Inference, Propagation
 from jaxdist.placements.model.values import REPLICATED, Partial, Placement
 from jaxdist.placements.propagate import propagate
-from jaxdist.placements.rules.context import Choice
-from jaxdist.placements.rules.shapes import CONSTRAINT
+from jaxdist.placements.rules.context import DEFAULTS, Choice
+from jaxdist.placements.rules.shapes import CONSTRAINT, constrained_dim
 from jaxdist.placements.search.sums import added_up_later, used_in_slices
 
 _OPERATIONS, _FEWEST = 30_000, 8  # limit on walks of a block: fewer the more operations it has, down to a minimum
 _SURE = 1 / 5  # extra weight of messages that only a switched option sends; estimates are not more accurate
 
-COST_OF_CONSTRAINT = 2  # times the seconds of a block without it: more than this is not spent on a user's constraint
+COST_OF_CONSTRAINT = 2  # times the seconds of a block without them: more is not spent on the user's constraints
+_LINES = 32  # limit on lines with constraints that are tried one after the other
 
 On = frozenset[int]  # the groups of operations that are switched
 
@@ -28,7 +30,8 @@ def best(
     infer: Inference, block: Block, ins: Sequence[Placement], may_stay_partial: frozenset[int] = frozenset()
 ) -> Propagation:
     """Place a block at the least cost, without owners except in its bodies."""
-    default = propagate(infer, block, ins, may_stay_partial)
+    place = functools.partial(propagate, infer, block, ins, may_stay_partial)
+    constraints, default = _constraints(infer, block, place)
     groups = _groups(infer, default)
     if not groups:
         return default
@@ -39,23 +42,36 @@ def best(
         if on not in known:
             if len(known) > most:
                 return float("inf")  # so that `descend` ends at known values
-            choice = _together([groups[k] for k in sorted(on)])
-            placed = propagate(infer, block, ins, may_stay_partial, choice) if on else default
+            placed = place(_together([constraints, *(groups[k] for k in sorted(on))])) if on else default
             others = _messages(placed) - messages  # messages of both are as unsure in both
             unsure = sum(times * infer.link.seconds(*message) for message, times in others.items())
             known[on] = _cost(infer, placed) + _SURE * unsure, placed
         return known[on][0]
 
-    # The user's constraints are kept where they do not cost much; else they are options like all others.
-    most_seconds = COST_OF_CONSTRAINT * value(On())
-    constraints = [On({k}) for k, group in enumerate(groups) if CONSTRAINT in group.names.values()]
-    kept = On().union(*constraints)
-    if value(kept) > most_seconds:
-        kept = On().union(*(group for group in constraints if value(group) <= most_seconds))
-        kept = kept if value(kept) < float("inf") else On()
-    switches = [On({k}) for k in range(len(groups)) if k not in kept]
-    start = min(kept, kept.union(*switches), key=value)
+    switches = [On({k}) for k in range(len(groups))]
+    start = min(On(), On().union(*switches), key=value)
     return known[descend(start, switches, lambda on, group: [on ^ group], value)][1]
+
+
+def _constraints(infer: Inference, block: Block, place: Callable[[Choice], Propagation]) -> tuple[Choice, Propagation]:
+    """Return the user's constraints that do not cost much together, and the block placed with them.
+
+    If all of them do, those of one line are tried after those of another.
+    """
+    lines = dict[Hashable, dict[int, str]]()
+    for node in block.nodes:
+        if constrained_dim(node, infer.axis.name) is not None:
+            lines.setdefault((node.line, *block.shapes(node.ins)), {})[id(node)] = CONSTRAINT
+    kept, placed = DEFAULTS, place(DEFAULTS)
+    most = COST_OF_CONSTRAINT * _cost(infer, placed) if lines else 0.0
+    together = _together(list(map(Choice, lines.values())))
+    for more in [together, *map(Choice, [*lines.values()][:_LINES])] if lines else []:
+        with_more = place(choice := _together([kept, more]))
+        if _cost(infer, with_more) <= most:
+            kept, placed = choice, with_more
+            if more is together:
+                break
+    return kept, placed
 
 
 def _together(chosen: Sequence[Choice]) -> Choice:
@@ -90,7 +106,7 @@ def _groups(infer: Inference, default: Propagation) -> list[Choice]:
     Layers share the line. At the end, without operations: summands to add up in slices, and those to add up later.
     """
     classes, block = UnionFind[Hashable](), default.block
-    alternatives = [(node, strategy.name) for node, strategy in default.alternatives]
+    alternatives = [(node, strategy.name) for node, strategy in default.alternatives if strategy.name != CONSTRAINT]
     for node, name in alternatives:
         for tie in (*_ties(block, node), (node.name, node.line, *block.shapes(node.ins))):
             classes.tie((id(node), name), (name, tie))
