@@ -44,6 +44,23 @@ def test_heads_over_a_model_axis(name: str) -> None:
     assert not any(row.operation == "broadcast_in_dim" for row in rows)  # statistics of rows, by head
 
 
+@pytest.mark.parametrize(("block", "by", "steps"), [(2, 2, 24), (8, 2, 6), (4, 4, 22), (3, 2, 10)])
+def test_steps_that_share_a_block_stay_on_a_device(block: int, by: int, steps: int) -> None:
+    def body(x: Any, y: Any, out: Any) -> None:
+        out[...] = x[...].sum(0, keepdims=True) + y[...]
+
+    rows = lambda size, by: pl.BlockSpec((size, 3), lambda i: (i // by, 0))
+    kernel = pl.pallas_call(
+        body, jax.ShapeDtypeStruct((steps, 3), float), grid=(steps,), in_specs=[rows(block, by), rows(1, 1)],
+        out_specs=rows(1, 1), interpret=True,
+    )  # fmt: skip
+    x = np.random.default_rng(0).normal(size=(-(-steps // by) * block, 3))
+    for devices in (2, 3, 4, 8):
+        step = lambda x, y: (kernel(x, y), jnp.sin(kernel(x, y)).sum())
+        over = decorated(step, devices, batch_argnums=(0, 1))
+        compare(jaxdist.unshard(over(x, x[:steps])), jax.jit(step)(x, x[:steps]), 1e-12)
+
+
 def add_up(total: Any, x: Any) -> None:
     """In memory that steps share, which only some rows clear."""
     pl.when(x[0, 0] == 1)(lambda: total.__setitem__(..., jnp.zeros(total.shape)))

@@ -1,8 +1,8 @@
 """The table of rules: each gives the factors of a primitive, which relate its operands' dimensions.
 
-A factor is a loop of the operation: ``bd,dh->bh`` has three, b, d and h. A dimension runs along one, or along none
-(None: it is needed or made at once). Cutting a factor gives each device some of its turns: values with the factor are
-`Split` along it, others whole. A factor without result is reduced over: it gives a `Partial`, or needs an exchange.
+A factor is a loop of the operation: ``bd,dh->bh`` has b, d and h. A dimension runs along one, or along none (None: it
+is needed at once). Cutting a factor gives each device some of its turns: values with it are `Split` along it, others
+whole. A factor without result is reduced over: it gives a `Partial`, or needs an exchange.
 
 Shardy calls this a sharding rule. Two ways to divide ``bd,hd->bh`` over devices::
 
@@ -44,6 +44,7 @@ class Factors:
     params: Callable[[Params, int, Split], Params] | None = None
     # by array (the operands, then the results) and dimension, the entries that a turn of its factor takes, if not one
     units: Mapping[tuple[int, int], Fraction] = field(default_factory=dict)
+    together: Mapping[int, int] = field(default_factory=dict)  # by factor, how many turns take the same entries
     why: Mapping[tuple[int, int], str] = field(default_factory=dict)  # by the same keys, the reason if it can't be cut
 
     @property
@@ -52,15 +53,16 @@ class Factors:
         return *self.operands, *self.results
 
     def is_even(self, factor: int) -> bool:
-        """Check whether each turn of a factor takes one entry."""
-        return all(unit == 1 for (k, d), unit in self.units.items() if self.arrays[k][d] == factor)
+        """Check whether each turn of a factor takes one entry, and no other turn does."""
+        units = (unit for (k, d), unit in self.units.items() if self.arrays[k][d] == factor)
+        return factor not in self.together and all(unit == 1 for unit in units)
 
     def turns(self, k: int, split: Split, devices: int) -> Split | None:
         """Return each device's turns of a factor, given slices of array `k`; the usual ones if none give these."""
         if (factor := self.arrays[k][split.dim]) is None or self.is_even(factor):
             return split
-        unit = self.units.get((k, split.dim), Fraction(1))
-        every = math.lcm(*(u.denominator for (j, d), u in self.units.items() if self.arrays[j][d] == factor))
+        unit, every = self.units.get((k, split.dim), Fraction(1)), self.together.get(factor, 1)
+        every = math.lcm(every, *(u.denominator for (j, d), u in self.units.items() if self.arrays[j][d] == factor))
         size, chunk = math.ceil(split.size / unit), split.chunk / unit
         fits = chunk.denominator == 1 and chunk % every == 0 and (split.outer == 1 or split.size % unit == 0)
         per_device = int(chunk) if fits else -(-size // (devices * every)) * every
@@ -79,8 +81,7 @@ class Factors:
 
 
 Shapes = Sequence[tuple[int, ...]]
-# ``rule(params, shapes of operands, shapes of results)``; returns None to compute it whole
-Rule = Callable[[Params, Shapes, Shapes], Factors | None]
+Rule = Callable[[Params, Shapes, Shapes], Factors | None]  # of operands, of results; None: it is computed whole
 LETTERS = string.ascii_letters
 
 

@@ -12,6 +12,7 @@ such an axis. For two devices, in a grid of (4, 3)::
 Source: the documentation of `jax.experimental.pallas`, "Grids and BlockSpecs".
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from fractions import Fraction
@@ -22,7 +23,7 @@ from jaxdist.placements.model.factors import FACTORS, Dims, Factors, Params, Sha
 from jaxdist.placements.model.kernel_bodies import divided, why_dependent, why_no_sum
 from jaxdist.placements.model.values import Split
 
-Places = dict[tuple[int, int], Fraction]  # by array and dimension, the entries that a step takes
+Places = dict[tuple[int, int], tuple[int, int]]  # by array and dimension, a block's entries, and the steps it is for
 
 
 def by_grid(params: Params, ins: Shapes, outs: Shapes) -> Factors:
@@ -31,7 +32,7 @@ def by_grid(params: Params, ins: Shapes, outs: Shapes) -> Factors:
     first = len(arrays) - len(mapping.block_mappings)  # operands before those with blocks: lengths of axes, tables
     dims: list[list[int | None]] = [[None] * len(shape) for shape in arrays]
     units, why = dict[tuple[int, int], Fraction](), dict[tuple[int, int], str]()
-    summed = set[int]()
+    summed, together = set[int](), dict[int, int]()
     for axis in range(len(mapping.grid)):
         places, reasons = _places(params, axis, first, len(ins))
         kept = {k - len(ins) for k in range(len(ins), len(arrays)) if all(array != k for array, _ in places)}
@@ -41,14 +42,16 @@ def by_grid(params: Params, ins: Shapes, outs: Shapes) -> Factors:
         shared = [f"all steps along axis {axis} of its grid write to one result, and {no_sum}"] if no_sum else []
         for k, d in places:
             if not dependent and dims[k][d] is None:
-                dims[k][d], units[k, d] = axis, places[k, d]
+                dims[k][d], units[k, d] = axis, Fraction(*places[k, d])
+                if places[k, d][1] > 1:  # no device has a part of a block
+                    together[axis] = math.lcm(together.get(axis, 1), places[k, d][1])
                 summed |= {axis} if is_sum else set()
             if whys := [*reasons, *shared, *dependent]:
                 why[k, d] = whys[0]
     both: tuple[Dims, ...] = tuple(map(tuple, dims))
     return Factors(
         both[: len(ins)], both[len(ins) :], dict.fromkeys(summed, "sum"), counts_padding=True,
-        params=_shorter(both, units), units=units, why=why,
+        params=_shorter(both, units), units=units, together=together, why=why,
     )  # fmt: skip
 
 
@@ -67,7 +70,7 @@ def _places(params: Params, axis: int, first: int, operands: int) -> tuple[Place
             if by == 0:
                 continue
             size, entries = compat.block_size(block.block_shape[d]), block.array_aval.shape[d]
-            places[k, d] = Fraction(size or 1, max(by, 1))
+            places[k, d] = size or 1, max(by, 1)
             if by < 0 or size is None:
                 reasons.append(f"a block's place is a function of program_id({axis})")
             elif -(-entries // size) * by != mapping.grid[axis]:
