@@ -35,6 +35,8 @@ _NOT_ENTRYWISE = {*CONTRACTION, *_FACTORIZATION, *_KERNELS, *_ATTENTION, *_PRODU
 
 def cost(placed: Propagation, infer: Inference, examples: int = 1, memory: bool = True) -> float:
     """Estimate a device's seconds for a placed step: computing, sending, and waiting for messages."""
+    # Other axes divide the examples among `examples` devices: each computes and sends its share of the activations, but
+    # all that is sent of the state.
     link, total = infer.link, seconds(placed, infer.axis.machine, memory) / examples
     for message, times in placed.sent():
         total += times * link.seconds(message.kind, message.bytes) / (1 if message.of_state else examples)
@@ -47,6 +49,7 @@ def seconds(placed: Propagation, machine: Machine, memory: bool = True) -> float
     total = 0.0
     for part, times in placed.blocks():
         for node, strategy in zip(part.block.nodes, part.strategies, strict=True):
+            # Bodies are among `blocks`, and XLA fuses what makes a deferred value into the loops of its users.
             if strategy.bodies or strategy.make is not None:
                 continue
             if memory not in strategy.seconds:
@@ -90,6 +93,7 @@ def descend(
     while True:
         start = on
         for group in groups:
+            # Among equals `min` keeps the first, `on`: each move is a gain, so this ends.
             on = min(on, *near(on, group), key=value)
         if on == start:
             return on
@@ -110,6 +114,7 @@ def flops(block: Block, node: Node, strategy: Strategy) -> int:
         out = node.eqn.params["dimension_numbers"].rhs_spec[0]
         return 2 * sizes[0] * math.prod(kernel) // max(kernel[out], 1)
     if node.name in _FACTORIZATION:
+        # Only the dimensions before a matrix can be cut: slices are fewer matrices.
         shape = local_shape(block.avals[node.ins[0]].shape, in_forms[0])
         return round(_FACTORIZATION[node.name] * math.prod(shape) * min(shape[-2:]))
     placed = list(zip((*node.ins, *node.outs), (*in_forms, *out_placements), strict=True))
@@ -121,6 +126,7 @@ def flops(block: Block, node: Node, strategy: Strategy) -> int:
         program = twin or compat.closed(node.eqn.params[_KERNELS[node.name]])
         return round(share * (1 if twin else _runs(node)) * flops_of(program))
     if node.name in _ATTENTION:
+        # Each entry of the queries meets all positions of the keys, which are never split (`named_kernels`).
         return _ATTENTION[node.name] * math.prod(shapes[0]) * shapes[1][2 if node.eqn.params["layout"] else 1]
     if node.name in _PRODUCTS:
         return _of_loops(block, node, shapes)

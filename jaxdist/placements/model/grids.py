@@ -74,6 +74,8 @@ def _places(params: Params, axis: int, first: int, operands: int) -> tuple[Place
                 reasons.append(f"axis {axis} of its grid does not go through dimension {d} once")
         if sum(array == k for array, _ in places) > 1:
             reasons.append(f"axis {axis} of its grid goes through several dimensions of an array")
+    # The operand and the result share a buffer: a step that reads elsewhere than it writes may find there what another
+    # step wrote, and on several devices other steps come before it.
     for k, result in params["input_output_aliases"]:
         taken = [(d, unit) for (array, d), unit in places.items() if array == first - mapping.num_index_operands + k]
         made = [(d, unit) for (array, d), unit in places.items() if array == operands + result]
@@ -103,6 +105,7 @@ def _shorter(dims: Sequence[Dims], units: Mapping[tuple[int, int], Fraction]) ->
         grid = tuple(split.rows if g == axis else n for g, n in enumerate(mapping.grid))
         estimate = params["cost_estimate"]
         if estimate is not None:
+            # Unscaled, the estimate would tell the compiler that a device's part costs as much as the whole kernel.
             share = Fraction(split.rows, mapping.grid[axis])
             estimate = replace(estimate, **{f.name: round(getattr(estimate, f.name) * share) for f in fields(estimate)})
         out_avals = tuple(cut(aval, len(dims) - count + o) for o, aval in enumerate(params["out_avals"]))

@@ -51,6 +51,8 @@ def _attention(operands: str, results: str, reduction: str) -> Rule:
 
 def _depends_on_all(params: Params, ins: Shapes) -> str:
     """Return the reason if what attention computes for an example depends on the others."""
+    # The operands: queries, keys, values, bias, 2 lengths, 2 offsets, 2 page tables. For what a call does not have JAX
+    # passes an array of shape (0,), so a second dimension says that it is there.
     if params.get("dropout_rate"):
         return "its dropout draws by position in the whole batch"
     if "mask_type" in params and len(ins[6]) > 1:
@@ -83,6 +85,8 @@ def _ragged_dot(params: Params, ins: Shapes, outs: Shapes) -> Factors | None:
 
     The sizes of the groups are needed whole; `jaxdist.placements.rules.kernels` cuts them.
     """
+    # The usual one is ``mk,gkn->mn``, summed over k, and over g: for rows of groups that it lacks a device adds zeros.
+    # In the gradient of its matrices, ``mk,mn->gkn``, the rows m are summed over, and only the result has g.
     numbers = params["ragged_dot_dimension_numbers"]
     (ca, cb), (ba, bb) = numbers.dot_dimension_numbers
     (ragged,), groups = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
@@ -129,6 +133,7 @@ def twin_of(node: Node, shapes: Shapes | None = None) -> ClosedJaxpr | None:
 @functools.lru_cache(maxsize=256)
 def traced_twin(like: Callable[..., Any], eqn: JaxprEqn, shapes: Shapes | None = None) -> ClosedJaxpr:
     """Return the program of a twin, for operands of these shapes."""
+    # Cached by equation: `Infer.block` knows a jaxpr by its identity, and would flatten a new one each time.
     # An FFI call has parameters of its own besides the target's.
     params = eqn.params if eqn.primitive.name != "ffi_call" else dict(eqn.params.get("attributes", ()))
     avals = list(map(aval_of, eqn.invars))
