@@ -137,6 +137,7 @@ class RuleContext:
         if aval is not None and aval.ndim and (entrywise or moves):
             large = [p for p, i in zip(ins, node.ins, strict=True) if self.block.avals[i].ndim]
             if large and all(isinstance(p, Deferred) for p in large):
+                # Another number may change in value (`neg`) or be rounded (a conversion); zero stays zero.
                 known = moves or (is_zero(ins[0]) and node.name in ("convert_element_type", "copy", "neg"))
                 const = ins[0].const if known else None  # type: ignore[union-attr]
                 return Strategy([None] * len(ins), [Deferred(const)], make=make_in_form, slicewise=entrywise)
@@ -204,6 +205,7 @@ class RuleContext:
     def candidates(self, node: Node, ins: Sequence[Placement], described: Factors) -> Sequence[tuple[int, Split]]:
         """Return factors along which operands are split; batch operands take precedence."""
         splits: dict[tuple[int, int, int, int], Split] = {}
+        # Where shards meet the batch, the shards move: they can be fetched ahead, whereas activations are waited for.
         batch = [p for p in ins if isinstance(p, Split) and not p.of_state]
         for k, (p, dims) in enumerate(zip(ins, described.operands, strict=True)):
             if not isinstance(p, Split) or (batch and p.of_state) or (factor := dims[p.dim]) is None:
@@ -286,6 +288,7 @@ class RuleContext:
         """Return the collective that reduces a result with max, min, and, or or (`Emitter.across`)."""
         aval = self.block.avals[o]
         if aval.dtype == bool:
+            # `Emitter.across` reduces booleans as int32, with max or min.
             return Sends("all-reduce", 4 * aval.size)
         if kind in ("max", "min") and not jnp.issubdtype(aval.dtype, jnp.complexfloating):
             return Sends("all-reduce", nbytes(aval))

@@ -110,6 +110,7 @@ def _column(
     ctx: RuleContext, rows: Placement, others: Sequence[Placement], mapped: Sequence[int], single: Sequence[int]
 ) -> int | None:
     """Return the column of indices that selects split rows, if every device has all else."""
+    # Padding of the batch copies the last row, and a change of that row would miss it; of state it may be anything.
     if not isinstance(rows, Split) or rows.outer > 1 or rows.whole or (rows.is_padded(ctx.n) and not rows.of_state):
         return None
     if rows.dim not in mapped or rows.dim not in single or any(isinstance(p, Split) for p in others):
@@ -121,6 +122,7 @@ def _signed(indices: jax.Array, last: Sequence[int] | None) -> jax.Array:
     """Make indices signed; with `last`, clip them to the nearest valid index."""
     dtype = jnp.int64 if indices.dtype.itemsize == 8 else jnp.int32
     if indices.dtype in (jnp.uint32, jnp.uint64):
+        # Beyond the signed range it would turn negative, and be clipped to the first row, not to the last.
         indices = jnp.minimum(indices, jnp.iinfo(dtype).max)
     indices = indices.astype(dtype)
     return indices if last is None else jnp.clip(indices, 0, jnp.asarray(last, dtype))
@@ -174,6 +176,8 @@ def _mapping(node: Node, column: int, row: int) -> Node:
     params = node.eqn.params
     numbers = params["dimension_numbers"]  # of a gather or a scatter: the same five
     window, single, mapped, dims, rows = numbers
+    # For ``logits[jnp.arange(B), labels]``, looking up ``(b, labels[b])`` in [B, V] becomes, mapped over b, looking up
+    # ``(labels[b],)`` in [V]. JAX wants the dimensions that are mapped over in ascending order.
     pairs = sorted([*zip(dims, rows, strict=True), (mapped[column], row)])
     single, left = ([d for d in of if d != mapped[column]] for of in (single, mapped))
     new = type(numbers)(window, *map(tuple, (single, left, *zip(*pairs, strict=True))))

@@ -43,6 +43,7 @@ def join(a: Placement, b: Placement) -> Placement:
     if a == b:
         return a
     if isinstance(a, Split):
+        # A mix is of the batch: shards are gathered anew in the backward pass, activations are kept.
         if isinstance(b, Split) and a.of_state and not b.of_state:
             return replace(a, of_state=False) if form(a) == form(b) else replace(b, whole=False, requested=False)
         return a
@@ -151,6 +152,7 @@ def bound(placed: Sequence[Propagation]) -> Run:
     """Return a function that runs control flow with placed bodies."""
 
     def run(device: DeviceContext, node: Node, args: list[Any]) -> Sequence[Any]:
+        # By identity, as `with_bodies` replaces each jaxpr wherever it is among the parameters.
         programs = {id(body.closed): device.body(p) for body, p in zip(bodies(node.eqn), placed, strict=True)}
         return device.bind(node, args, with_bodies(node.eqn, lambda closed: programs[id(closed)]))
 
@@ -220,6 +222,7 @@ def _turn_of(ctx: RuleContext, o: int, p: Placement, later: bool) -> Placement:
     aval = ctx.block.avals[o]
     if not isinstance(p, Partial) or later or _is_little(ctx.infer, nbytes(aval)):
         return whole_if_deferred(p)
+    # Along dimension 0 of the stack are the iterations, all of which every device runs.
     dim = ctx.infer.slices_wanted(ctx.block).get(o)
     return ctx.infer.shard(dim - 1, aval.shape[dim]) if dim else REPLICATED
 
@@ -239,6 +242,7 @@ def _is_little(infer: Inference, size: int) -> bool:
 
 def _unscanned(infer: Inference, p: Placement, aval: Any) -> Placement:
     """Move the split of a scanned array to a dimension that the loop does not run over."""
+    # Split by iterations, a row is on one device, and all need it in its iteration: that is a message in each.
     if not isinstance(p, Split) or p.dim:
         return p
     parts = infer.devices

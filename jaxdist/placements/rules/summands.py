@@ -30,6 +30,7 @@ def _goes_on(block: Block, node: Node) -> bool:
     following = block.next.get(node.outs[0])
     if following is None or block.uses[node.outs[0]] != 1:
         return False
+    # A weight with three uses has two additions in a row: left alone, each would add up its operands, and send twice.
     return node.backward and node.name in ADDITION and following.name in ADDITION
 
 
@@ -85,6 +86,8 @@ def linear(
     match node.name:
         case "convert_element_type":
             a, b = avals[0].dtype, out.dtype
+            # One device wraps a sum of integers before it widens it (uint8: 96, not 608); a narrower float rounds each
+            # summand.
             ok = _is_plain(a) and _is_plain(b) and jnp.promote_types(a, b) == b
         case "mul":
             ok = sum(partial) == 1 and _scales(ins[1 - partial.index(True)], out.dtype)
@@ -142,9 +145,11 @@ def is_zero(p: Placement) -> bool:
 
 def _scales(p: Placement, dtype: np.dtype, inverse: bool = False) -> bool:
     """Check whether a factor may scale each summand: it is known, and makes none overflow."""
+    # Integers round each summand in a division, 44 for 45. An unknown factor may be infinite, and ``0 * inf`` is NaN.
     if (number := _known(p)) is None or not jnp.issubdtype(dtype, jnp.inexact):
         return False
     if jnp.dtype(dtype).itemsize < 4 and dtype != jnp.bfloat16:  # the sum may have overflowed before
         return False
+    # Divided by 0, summands of both signs become inf and -inf, and their sum NaN.
     size = abs(number)
     return bool(np.isfinite(size) and (size >= 1 / _LARGE if inverse else size <= _LARGE))
