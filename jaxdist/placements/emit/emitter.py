@@ -271,6 +271,7 @@ class Emitter:
         if not x.size:
             return x
         if kind in ("max", "min") and not jnp.iscomplexobj(x):
+            # A NaN survives: communicators lower these by `exchange.extreme`.
             return (lax.pmax if kind == "max" else lax.pmin)(x, self.axis)
         whole = self.gather(x[None], 0, self.n)
         return functools.reduce(_JOINS[kind], [whole[i] for i in range(self.n)])
@@ -278,6 +279,7 @@ class Emitter:
     def from_root(self, x: Any) -> Any:
         """Send the first device's value to every device."""
         raw, back = _raw(x)
+        # As integers: a sum of floats makes 0.0 of -0.0, and may change a NaN.
         bits, whole = exchange.unsigned(raw)
         contribution = jnp.where(self.index == 0, bits, jnp.zeros_like(bits))
         return back(whole(all_reduce_p.bind(contribution, axes=(self.axis,), wire=None)))

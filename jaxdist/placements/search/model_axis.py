@@ -79,6 +79,8 @@ class _Classes:
         for o, k in zip(block.outputs, sources, strict=True):
             if k is not None:
                 self._same(block, o, block, block.inputs[k])
+        # Of ``tanh(x @ a) @ b``, the columns of `a` and the rows of `b` are one class, the hidden features: cut
+        # together, they need one all-reduce, of the result. The rows of `a`, cut alone, need one before `tanh`.
         members: dict[Dimension, list[Member]] = {}
         for k in state:
             aval = block.avals[block.inputs[k]]
@@ -161,6 +163,7 @@ def _price(
     wants = [form(ins[k]) if k is not None and k in in_state else REPLICATED for k in sources]
     try:
         placed = propagate(infer, block, ins).returning(infer, wants)
+    # An operation that refuses these slices makes the layout impossible, and not the step.
     except StepError:
         return math.inf
     held = sum(nbytes(avals[k]) / (n if k in cuts else 1) for k in state)

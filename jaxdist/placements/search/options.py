@@ -52,8 +52,10 @@ def best(
     kept = On().union(*constraints)
     if value(kept) > most_seconds:
         kept = On().union(*(group for group in constraints if value(group) <= most_seconds))
+        # Past the limit of tries `value` is infinite, and there is no propagation to return.
         kept = kept if value(kept) < float("inf") else On()
     switches = [On({k}) for k in range(len(groups)) if k not in kept]
+    # From all switched as well: options that pay off only together are not found one at a time.
     start = min(kept, kept.union(*switches), key=value)
     return known[descend(start, switches, lambda on, group: [on ^ group], value)][1]
 

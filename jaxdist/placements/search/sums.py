@@ -5,6 +5,7 @@ from jaxdist.placements.model.values import REPLICATED, Form, Partial, Split
 from jaxdist.placements.rules.run import run_as_is
 from jaxdist.placements.rules.summands import passes
 
+# `least` calls itself for each of them, and Python limits how deep calls go.
 _DEEPEST = 100  # operations in a row that are followed from a sum
 
 

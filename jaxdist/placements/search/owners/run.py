@@ -56,6 +56,7 @@ def _owners(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     by_owner: dict[int, list[Work]] = {}
     for work in node.works:
         by_owner.setdefault(cast(int, work.owner), []).append(work)
+    # Owners work side by side: the step takes as long as the one with most to do.
     busiest = max(by_owner.values(), key=lambda works: sum(work.seconds for work in works))
     arriving = {i: target for i, target in zip(node.ins, in_forms, strict=True) if isinstance(target, Split)}
     leaving = dict(zip(node.outs, out_placements, strict=True))
