@@ -189,6 +189,8 @@ class Emitter:
             whole = self.gather(raw.transpose(turned), turned.index(split.dim), split.size)
             return back(whole.transpose(np.argsort(turned)))
         d = split.dim
+        # Block by block: of two blocks of 8 rows each of 2 devices has [2 * 4], gathers [2, 4] to [2, 8], and makes
+        # [16] of it.
         raw = raw.reshape(*raw.shape[:d], split.outer, split.chunk, *raw.shape[d + 1 :]) if split.outer > 1 else raw
         dim = d + (split.outer > 1)
         whole = self.gather(raw, dim, split.size)
@@ -321,6 +323,7 @@ def local_types(placed: Propagation) -> list[Any]:
     """Return the types that one device holds for a block's inputs."""
     types: list[Any] = []
     for aval, form_ in zip((placed.block.avals[i] for i in placed.block.inputs), placed.in_forms, strict=True):
+        # Summands enter a body in the dtype in which they are kept until they are added up.
         dtype = wide(aval.dtype) if isinstance(form_, Partial) else aval.dtype
         weak = aval.weak_type and dtype == aval.dtype
         types.append(jax.ShapeDtypeStruct(local_shape(aval.shape, form_), dtype, weak_type=weak))

@@ -110,6 +110,7 @@ def flops(block: Block, node: Node, strategy: Strategy) -> int:
         shape = local_shape(block.avals[node.ins[0]].shape, placement)
         return 2 * sizes[0] * math.prod(shape[d] for d in contracted)
     if node.name == "conv_general_dilated":
+        # An entry of the result takes the entries of the kernel that lead to its feature.
         kernel = local_shape(block.avals[node.ins[1]].shape, in_forms[1])
         out = node.eqn.params["dimension_numbers"].rhs_spec[0]
         return 2 * sizes[0] * math.prod(kernel) // max(kernel[out], 1)
@@ -122,6 +123,7 @@ def flops(block: Block, node: Node, strategy: Strategy) -> int:
     shapes = [local_shape(block.avals[i].shape, None if is_whole(p) else p) for i, p in placed]
     if (twin := twin_of(node)) is not None or node.name in _KERNELS:
         splits = [(p, block.avals[i].shape[p.dim]) for i, p in placed if isinstance(p, Split) and not is_whole(p)]
+        # The program is the whole kernel's: a device's share of it is that of the value that is cut most.
         share = min((min(p.rows / length, 1) for p, length in splits if length), default=1)
         program = twin or compat.closed(node.eqn.params[_KERNELS[node.name]])
         return round(share * (1 if twin else _runs(node)) * flops_of(program))

@@ -45,6 +45,7 @@ def by_grid(params: Params, ins: Shapes, outs: Shapes) -> Factors:
                 summed |= {axis} if is_sum else set()
             if whys := [*reasons, *shared, *dependent]:
                 why[k, d] = whys[0]
+    # `counts_padding`: a step on padding adds its term to a sum, and zeros in its operands may not make that zero.
     both: tuple[Dims, ...] = tuple(map(tuple, dims))
     return Factors(
         both[: len(ins)], both[len(ins) :], dict.fromkeys(summed, "sum"), counts_padding=True,

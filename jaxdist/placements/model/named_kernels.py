@@ -38,6 +38,7 @@ def _attention(operands: str, results: str, reduction: str) -> Rule:
                 units[k, heads_at] = shared
             if name in ("q", "k"):
                 why[k, 3 - heads_at] = "the positions of a sequence attend to each other"
+            # A bias that examples or heads share has 1 there, and is whole.
             fits = {d: f for d, f in at.items() if d < len(shape) and shape[d] == sizes[f] * units.get((k, d), 1)}
             described.append(tuple(map(fits.get, range(len(shape)))))
         found = Factors(

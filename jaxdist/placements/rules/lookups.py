@@ -44,6 +44,7 @@ def _look_up(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
         return None
     assert isinstance(rows, Split)
     if 2 * nbytes(out) >= nbytes(ctx.block.avals[node.ins[0]]):  # to gather it is less
+        # Shards are gathered for their use anyway, so this is nothing to warn of.
         return Strategy([REPLICATED] * 2, [REPLICATED], run_as_is) if rows.of_state else None
     shape = ctx.block.shapes(node.ins)[0]
     last = [shape[d] - params["slice_sizes"][d] for d in numbers.start_index_map]

@@ -97,6 +97,7 @@ def _carried(
 def _first_claim(block: Block, init: Placement, i: int) -> Placement:
     """Return the strongest placement that a carry may keep."""
     user = block.next.get(i)
+    # One use, which adds: any other operation in the body would need the sum itself.
     adds = block.uses[i] == 1 and user is not None and user.name in _ADDS and is_wide(block.avals[i].dtype)
     if not adds or isinstance(init, Split):
         return inside(init)
@@ -108,6 +109,7 @@ def _weaker(taken: Placement, returned: Placement, reduced: bool) -> Placement:
     """Return the placement that the next iteration takes of a carry; `reduced`: something needs its sum."""
     if not isinstance(taken, Partial):
         return join(taken, inside(returned))
+    # A summand to which nothing was added (`made`) is the value that came in: whole, it need not be sent afterwards.
     if reduced or not isinstance(returned, Partial) or not returned.made or returned.unreduced_axes:
         return inside(returned) if isinstance(returned, Split) else REPLICATED
     return Partial(returned.gradient, made=False)

@@ -25,6 +25,7 @@ def run_wide(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence
     narrow = device.block.avals[node.outs[0]].dtype
     dtype = wide(narrow)
     if node.name == "convert_element_type":
+        # Its parameter names the narrow dtype, which the sum gets once it is made.
         return [xs[0].astype(dtype)]
     if dtype != narrow:
         xs = [x.astype(dtype) if getattr(x, "dtype", None) == narrow else x for x in xs]

@@ -70,6 +70,7 @@ def _broadcast(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strate
         return ctx.by_factors(node, ins, described)
     if isinstance(p, (Replicated, Deferred)):
         return Strategy([None], [Deferred(p.const)], make=make_in_form)
+    # Sent before it is repeated, which makes it larger.
     return Strategy([REPLICATED], [Deferred()], make=make_in_form)
 
 

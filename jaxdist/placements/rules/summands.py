@@ -55,6 +55,7 @@ def passes(block: Block, node: Node, i: int, ins: Sequence[Placement]) -> bool:
             return False
     k = node.ins.index(i)
     if node.name == "scatter-add":
+        # Onto zeros only: anything else each device would add once.
         return k == 2 and is_zero(ins[0])
     if node.name == "pad":
         return k == 0 and is_zero(ins[1])
@@ -82,6 +83,7 @@ def linear(
         unreduced_axes = tuple(dict.fromkeys((*unreduced_axes, *node.eqn.params["axes"])))
         return Strategy([form(summands[0])], [Partial(gradient, added, unreduced_axes)], lambda device, node, xs: xs)
     takes_summand = partial
+    # Where the result is larger than the summand (a broadcast), to add up first sends less.
     size = max(a.size for a, is_summand in zip(avals, partial, strict=True) if is_summand)
     match node.name:
         case "convert_element_type":

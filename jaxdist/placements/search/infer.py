@@ -129,6 +129,7 @@ class Infer:
         """Return the bytes of a whole value when it is resharded: with padding, in the type in which it is added."""
         split = placement if isinstance(placement, Split) else target
         shape = list(aval.shape)
+        # Slices are sent with their padding, summands without any.
         if isinstance(split, Split) and kind != "all-reduce":
             shape[split.dim] = split.rows * self.devices
         adds = isinstance(placement, Partial) and not placement.bits

@@ -174,6 +174,8 @@ def _near(on: frozenset[Class], group: frozenset[Class]) -> list[frozenset[Class
     """Return the layouts one step away: without the group; or with it, added to or instead of others of its leaves."""
     if group <= on:
         return [on - group]
+    # Instead of others in one step, as from a kernel's columns to its rows: on the way it would be whole, which costs
+    # more, and the descent would end there.
     leaves = {k for tied in group for k, _ in tied}
     return [on | group, frozenset(tied for tied in on if leaves.isdisjoint(k for k, _ in tied)) | group]
 
@@ -190,6 +192,7 @@ def _cuts(classes: Iterable[Class]) -> dict[int, int]:
 def _by_layer(classes: Sequence[Class], block: Block, names: Sequence[str]) -> list[frozenset[Class]]:
     """Group corresponding classes of several layers; a group has at most one class per leaf."""
     groups: list[tuple[frozenset[tuple[str, tuple[int, ...], int]], list[Class], set[int]]] = []
+    # ``layers[0]['w']`` and ``layers[1]['w']`` are both ``layers[#]['w']``: cut alike, without a try for each layer.
     leaf = [(re.sub(r"\d+", "#", name), block.avals[i].shape) for name, i in zip(names, block.inputs, strict=True)]
     for tied in classes:
         what = frozenset((*leaf[k], dim) for k, dim in tied)

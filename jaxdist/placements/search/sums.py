@@ -19,6 +19,7 @@ def used_in_slices(infer: Inference, placed: Propagation) -> dict[int, Split]:
         for i, placement in zip(node.outs, strategy.out_placements, strict=True):
             split = used.get(i) if isinstance(placement, Partial) else None
             if isinstance(split, Split) and split.is_tile(infer.devices):
+                # A reduce-scatter then sends half of what an all-reduce does.
                 slices[i] = split
         # Work that is repeated on the way can be cut too.
         split = used.get(node.outs[0]) if strategy.run is run_as_is and len(node.outs) == 1 else None

@@ -132,6 +132,7 @@ class _Parcels:
             ends: dict[str, int] = {}
             for i in values:
                 shape, dtype = types[i]
+                # By the dtype on the wire: float16 and bfloat16 are both sent as uint16, in one message.
                 key = exchange.bits(jnp.zeros((), dtype))[0].dtype.name
                 self._places.setdefault(owner, []).append((i, key, ends.get(key, 0)))
                 ends[key] = ends.get(key, 0) + math.prod(shape)
