@@ -48,6 +48,7 @@ class Program:
         not_donated = [i for i in placed.signature.state if i not in donate]
         self._groups = self.donated, not_donated, placed.signature.batch
         place_in_state = {i: k for k, i in enumerate(placed.signature.state)}
+        # `jax.jit` donates whole arguments: so what is donated, and what is not, are lists of their own.
         self.pick_donated = picker([place_in_state[i] for i in self.donated])
         self._pick_others = picker([place_in_state[i] for i in not_donated])
         self.virtual = placed.mesh.devices.flat[0].platform == "cpu" and len(placed.mesh.local_devices) > 1

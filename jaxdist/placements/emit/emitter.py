@@ -187,6 +187,7 @@ class Emitter:
         raw, back = _raw(x)
         if turned and split.outer == 1 and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
             whole = self.gather(raw.transpose(turned), turned.index(split.dim), split.size)
+            # The user's transpose undoes this one, and XLA drops both.
             return back(whole.transpose(np.argsort(turned)))
         d = split.dim
         # Block by block: of two blocks of 8 rows each of 2 devices has [2 * 4], gathers [2, 4] to [2, 8], and makes

@@ -41,6 +41,7 @@ def _divisor(values: np.ndarray | None) -> int:
         return -1
     if (np.asarray(values) == values[0]).all():
         return 0
+    # ``i // 3`` over 6 steps is 0 0 0 1 1 1: the first step with 1 tells the divisor, and all others must agree.
     by = int(np.argmax(np.asarray(values) == 1))
     return by if by and (np.arange(len(values)) // by == values).all() else -1
 
@@ -106,6 +107,8 @@ def _writes_first(
         if not touched:
             _evaluate(eqn, known, first)
             continue
+        # A `swap` returns what was there: only if nobody takes that is it a write and no read. One to a part of the
+        # memory leaves the rest as it was, so the whole is not known to be written.
         if eqn.primitive.name == "swap" and not _is_used(eqn, jaxpr):
             written |= touched if compat.is_whole(eqn) else set()
             continue

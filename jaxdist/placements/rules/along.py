@@ -133,6 +133,8 @@ def _with_rows_around(ctx: RuleContext, node: Node, ins: Sequence[Placement]) ->
     if len(at) != 1 or not _is_batch(split := ins[k := at[0]], ctx.block.avals[node.ins[k]]) or d != split.dim:
         return None
     before, after = (sum(shape[d] for shape in around) for around in (shapes[:k], shapes[k + 1 :]))
+    # | a b c d | e f g g | with t in front is | t a b c | d e f g |: there is room where padding was. Without padding
+    # the slices would be longer, and most rows move.
     longer, last_start = _result(split, split.size + before + after), (ctx.n - 1) * split.chunk
     # One device puts the rows behind in place, the last: they must not begin before its own rows do.
     if not _has_all_devices(ctx, longer, before) or split.size + before < last_start:
@@ -158,6 +160,7 @@ def _ends_apart(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strat
     split, sizes, aval = ins[0], list(map(int, node.eqn.params["sizes"])), ctx.block.avals[node.ins[0]]
     if not _is_batch(split, aval) or node.eqn.params["axis"] != split.dim or not is_wide(aval.dtype):
         return None
+    # | t a b c | d e f g | is taken apart into t, on all devices, and | a b c d | e f g g |.
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     # The bulk reaches all devices, so the others have less than a device's rows in all: they become whole values.
     bulk = max(range(len(sizes)), key=lambda k: sizes[k])

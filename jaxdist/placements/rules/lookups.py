@@ -51,6 +51,8 @@ def _look_up(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
     fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP  # else XLA takes the nearest
 
     def run(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
+        # A table of 6 rows over 2 devices, at [1, 4]: device 0 has [row 1, 0], device 1 [0, row 4], and these are
+        # summands.
         indices = _signed(xs[1], None if fills else last)
         local, present, exists = _localize(device, indices, column, rows, shape[rows.dim])
         if fills:  # no such row: the fill value counts once

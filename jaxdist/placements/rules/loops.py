@@ -299,6 +299,8 @@ def _batched_while(
 
     def place(target: Placement, first: Sequence[Placement], body_consts: Sequence[Placement]) -> Strategy:
         carry = [form(target)] * len(avals)
+        # The condition has an entry for each example, so it is cut as the carries are (`carry[:1]`), and nothing is
+        # gathered.
         placed = infer.place(cond, [*first, *carry], carry[:1]), infer.place(body, [*body_consts, *carry], carry)
         in_forms = [*map(form, (*first, *body_consts)), *carry]
         return Strategy(in_forms, [target] * len(avals), bound(placed), bodies=placed)

@@ -69,6 +69,7 @@ def _factors_of_rule(ctx: RuleContext, node: Node) -> Factors | None:
     # Slices of a dimension are contiguous: only its outermost factor can be cut.
     kept |= {factor for dims in names for factors in dims for factor in factors[1:]}
     numbers = {factor: k for k, factor in enumerate(sorted({f for dims in names for fs in dims for f in fs} - kept))}
+    # By ``(h w) c -> h w c``, a turn of h takes `w` entries of the operand's first dimension, and w itself is not cut.
     units = {
         (k, d): Fraction(math.prod(sizes[factor] for factor in factors[1:]))
         for k, dims in enumerate(names) for d, factors in enumerate(dims)

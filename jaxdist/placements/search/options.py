@@ -94,6 +94,7 @@ def _groups(infer: Inference, default: Propagation) -> list[Choice]:
     classes, block = UnionFind[Hashable](), default.block
     alternatives = [(node, strategy.name) for node, strategy in default.alternatives]
     for node, name in alternatives:
+        # With the name of the alternative: one that sends examples and one that sends heads are independent questions.
         for tie in (*_ties(block, node), (node.name, node.line, *block.shapes(node.ins))):
             classes.tie((id(node), name), (name, tie))
     groups: dict[Hashable, dict[int, str]] = {}
