@@ -119,6 +119,8 @@ class Program:
     @compat.under_no_mesh
     def export(self, platforms: Sequence[str] | None) -> jax.export.Exported:
         """The program of whole leaves, in the order of the arguments; XLA sends its collectives."""
+        # Where the program runs there may be no jaxdist, which MPI calls need; Auto axes keep shardings out of its
+        # types.
         placed = dataclasses.replace(self.placed, mesh=automatic(self.placed.mesh), communicator="xla")
         program, is_batch, leaf_count = Program(placed, (), self.name, {}), placed.signature.is_batch, self._leaf_count
 
@@ -250,6 +252,7 @@ class ProgramCache:
     ) -> TracedStep:
         """Return the step traced for leaves of these types, analyzed."""
         step = self.jaxpr(signature, types)
+        # By `id`: `_jaxprs` keeps the step as long as this cache has entries for it, so no other gets its number.
         layouts, key, model_dims = self._settings.layouts, (signature, id(step), False), dict[int, int]()
         if layouts in (None, ANNOTATIONS) and self._mesh.shape.get(MODEL, 1) > 1:
             here = {i: cut.dim for i, layout in current.items() if (cut := layout.by(MODEL))}

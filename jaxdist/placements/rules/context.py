@@ -276,6 +276,7 @@ class RuleContext:
         if shared and keeps_padding and any(p and p.is_padded(devices) for p in operands):
             return None  # padding must not count in the shared results, and be as the last entry in others
         if kind == "sum" and shared:
+            # A product of booleans is an `or`, not a sum.
             if not all(values.is_wide(self.block.avals[o].dtype) for o in shared):
                 return None
             if described.onto is not None and factor not in described.operands[described.onto]:

@@ -241,6 +241,7 @@ def _count(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     def run(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
         x = xs[0]
         if isinstance(in_form, Split) and in_form.is_padded(device.n):
+            # Padding is copies: a NaN in the last row would count several times.
             x = device.masked(x, in_form, 0)
         left = devices // device.n  # devices along the axes still to be placed
         counted = counts(x)[None] if left == 1 else count_p.bind(x, devices=left)
