@@ -115,7 +115,6 @@ def flops(block: Block, node: Node, strategy: Strategy) -> int:
         out = node.eqn.params["dimension_numbers"].rhs_spec[0]
         return 2 * sizes[0] * math.prod(kernel) // max(kernel[out], 1)
     if node.name in _FACTORIZATION:
-        # Only the dimensions before a matrix can be cut: slices are fewer matrices.
         shape = local_shape(block.avals[node.ins[0]].shape, in_forms[0])
         return round(_FACTORIZATION[node.name] * math.prod(shape) * min(shape[-2:]))
     placed = list(zip((*node.ins, *node.outs), (*in_forms, *out_placements), strict=True))
