@@ -197,7 +197,7 @@ MUTANTS: list[Mutant] = [
            "device.index + (1 if is_reversed else -1)", "device.index - 1",
            "tests/oracle/test_programs.py -k operations"),
     Mutant("every second row begins at the first", "jaxdist/placements/rules/along.py",
-           "part(xs[0], first, stride)", "part(xs[0], 0, stride)", "tests/oracle/test_programs.py -k operations"),
+           "part(x, first, stride)", "part(x, 0, stride)", "tests/oracle/test_programs.py -k operations"),
     Mutant("shifted padding is of other rows", "jaxdist/placements/rules/run.py",
            "jnp.where(device.real(split, x.ndim), x, lax.slice_in_dim", "jnp.where(True, x, lax.slice_in_dim",
            "tests/oracle/test_padding.py"),

@@ -42,6 +42,7 @@ class Callbacks:
         if not self.exist or get_context().size > 1:  # there, what raises has ended the job
             return
         jax.block_until_ready(outs)
+        # A callback for its effect alone has no result to wait for.
         jax.effects_barrier()
         if self._raised:
             error = self._raised[0]

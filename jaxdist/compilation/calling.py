@@ -37,6 +37,7 @@ class Calling:
     def arrange(self, args: Args, kwargs: Kwargs) -> tuple[Args, tuple[str, ...]]:
         """All arguments of a call in the order of the parameters, constants as `Static`."""
         if self._signature is not None:
+            # Arguments passed by name go to their position where they have one, so both spellings are one program.
             bound = self._signature.bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
         keywords = tuple(kwargs)
@@ -107,6 +108,7 @@ class Settings:
         """Return names and values of the options that must agree between ranks."""
         mesh: object = self.mesh
         if isinstance(mesh, Mesh):
+            # The text of a mesh does not say which devices it has, or in which order.
             mesh = dict(mesh.shape), [device.id for device in mesh.devices.flat]
         values: dict[str, object] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values |= {"donate_argnums": sorted(self.donate_argnums), "mesh": mesh}

@@ -66,6 +66,7 @@ def split(args: Sequence[PyTree]) -> tuple[Args, list[PyTree]]:
     """Return the arguments with a `NnxArrays` for each that has objects, and these objects."""
     from flax import nnx
 
+    # Split together: a variable that two arguments share stays one, and its state is in the first of them.
     positions = [i for i, x in enumerate(args) if has_objects(x)]
     objects = [args[i] for i in positions]
     with nnx.update_context("jaxdist"):  # takes the cache that nnx.cached_partial offers, which insists on it
@@ -97,6 +98,7 @@ def run(step: Callable[..., PyTree], args: Sequence[PyTree], keywords: Sequence[
             "arrays only (nnx.state(model) is one tree of them)"
         )
     new_graph, state = nnx.split(objects)
+    # Two variables that changed places leave the graph as it was: `update` would then give each the other's value.
     if new_graph != graph or any(map(operator.is_not, _variables(objects), variables)):
         raise StepError(
             "the step changes what its nnx objects are made of, not only their values: a variable, or an attribute "

@@ -108,6 +108,7 @@ class PlacedStep:
         # take of a device's memory at once.
         state = [self.avals[i] for i in self.signature.state if self.layouts[i]]
         gathered_bytes = sum(aval.size * aval.dtype.itemsize for aval in state) // _GATHERED_AT_ONCE
+        # XLA for CPUs drops barriers before it schedules: there `Fuse` delays gathers in another way.
         barriers = not self.step.infer.axis.machine.kind.is_cpu
         fused = Fuse(self.bucket_bytes, self.axes, gathered_bytes, barriers=barriers)(closed)
         return staged(fused, self.offloaded, self.axes), placements
@@ -136,6 +137,8 @@ class PlacedStep:
             ins = [by_axis[k] for by_axis in ins_by_axis]
             # First as the results come by themselves, then as they are to leave: an aux value may stay as it comes.
             natural = infer.place(block, ins).out_placements
+            # Groups, and the devices of each, divide one batch: the second of these passes goes on with the slices of
+            # the first.
             along_groups = placements and axes[k - 1].name == GROUP
             outer = placements[-1].out_forms if along_groups else [None] * len(outs_by_axis)
             out_forms = [

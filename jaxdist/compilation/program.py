@@ -48,6 +48,7 @@ class Program:
         not_donated = [i for i in placed.signature.state if i not in donate]
         self._groups = self.donated, not_donated, placed.signature.batch
         place_in_state = {i: k for k, i in enumerate(placed.signature.state)}
+        # `jax.jit` donates whole arguments: so what is donated, and what is not, are lists of their own.
         self.pick_donated = picker([place_in_state[i] for i in self.donated])
         self._pick_others = picker([place_in_state[i] for i in not_donated])
         self.virtual = placed.mesh.devices.flat[0].platform == "cpu" and len(placed.mesh.local_devices) > 1
@@ -118,6 +119,8 @@ class Program:
     @compat.under_no_mesh
     def export(self, platforms: Sequence[str] | None) -> jax.export.Exported:
         """The program of whole leaves, in the order of the arguments; XLA sends its collectives."""
+        # Where the program runs there may be no jaxdist, which MPI calls need; Auto axes keep shardings out of its
+        # types.
         placed = dataclasses.replace(self.placed, mesh=automatic(self.placed.mesh), communicator="xla")
         program, is_batch, leaf_count = Program(placed, (), self.name, {}), placed.signature.is_batch, self._leaf_count
 
@@ -249,6 +252,7 @@ class ProgramCache:
     ) -> TracedStep:
         """Return the step traced for leaves of these types, analyzed."""
         step = self.jaxpr(signature, types)
+        # By `id`: `_jaxprs` keeps the step as long as this cache has entries for it, so no other gets its number.
         layouts, key, model_dims = self._settings.layouts, (signature, id(step), False), dict[int, int]()
         if layouts in (None, ANNOTATIONS) and self._mesh.shape.get(MODEL, 1) > 1:
             here = {i: cut.dim for i, layout in current.items() if (cut := layout.by(MODEL))}

@@ -147,6 +147,7 @@ def leaf_name(parameters: Sequence[str], path: jax.tree_util.KeyPath) -> str:
 
 def picker(positions: Sequence[int]) -> Callable[[Sequence[Leaf]], Sequence[Leaf]]:
     """A function that takes the items at these positions from a sequence, fast."""
+    # `itemgetter` of one position returns the item itself, and of none it is an error.
     if len(positions) > 1:
         return operator.itemgetter(*positions)
     return lambda items: [items[i] for i in positions]
@@ -175,6 +176,7 @@ def unflattener(tree: TreeDef) -> Callable[[Sequence[Leaf]], PyTree]:
 
     def unflatten(leaves: Sequence[Leaf]) -> PyTree:
         merged = list(leaves)
+        # In ascending order, so that each lands where it stays.
         for position, value in constants:
             merged.insert(position, value)
         return whole.unflatten(merged)
@@ -263,6 +265,8 @@ def match(tree: TreeDef, types: Sequence[Type], arguments: Sequence[ArgumentLeav
             and all(map(_equal, (avals[i] for i in argument.positions), leaf_types))
         ] or [largest]  # fmt: skip
         remaining = [argument for argument in remaining if all(argument is not member for member in group)]
+        # For ``step(online, target, x) -> online, target`` the group is both arguments, and the places are leaves 0 and
+        # 1 of the result: one for each, in order. With a third part like them, that would be kept as `target` is.
         places = [k for k in _places(tree, types, largest.structure, leaf_types) if sources[k] is None]
         for n, k in enumerate(places):  # where there are more than arguments, these are like the last
             positions = group[min(n, len(group) - 1)].positions
@@ -289,6 +293,7 @@ def _places(tree: TreeDef, types: Sequence[Type], structure: TreeDef, leaf_types
         children = part.children()
         ends = itertools.accumulate(child.num_leaves for child in children)
         starts = [first + end - child.num_leaves for child, end in zip(children, ends, strict=True)]
+        # A stack: reversed, parts are found in the order of the result, in which arguments of one structure take them.
         unvisited += reversed(list(zip(children, starts, strict=True)))
 
 

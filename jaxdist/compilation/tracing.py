@@ -65,6 +65,7 @@ class StepJaxpr:
         """The arguments whose structure, shapes and dtypes a part of the result has."""
         matched = self.match(arguments, avals)
         returned = {i for i in matched.sources if i is not None}
+        # Of arguments of one structure, types cannot tell which one a result is the next value of: it may be any.
         returned.update(i for tied in matched.tied if not returned.isdisjoint(tied) for i in tied)
         return [k for k, argument in enumerate(arguments) if argument.positions and argument.positions[0] in returned]
 
@@ -153,6 +154,7 @@ def traced(
     # What the step returns of its state is kept like the argument that it is the next value of.
     batch = set(signature.batch)
     matched = step.match([a for a in signature.arguments if batch.isdisjoint(a.positions)], avals)
+    # The counts of `check_finite` are one more output, and nobody's next value.
     sources = [*matched.sources, *[None] * (len(closed.out_avals) - step.tree.num_leaves)]
     # The model axis cuts first: a shard is of the slice that it leaves.
     by_model = _cut_by_model(layouts, signature, avals, mesh, infer, closed, sources, model_dims or {})
@@ -311,6 +313,7 @@ def _named(layouts: Mapping[str, int | None], signature: Signature, avals: Avals
     for i in signature.state:
         name, shape = signature.names[i], avals[i].shape
         for expression, dim in layouts.items():
+            # The first expression that is found in a name decides: an exception comes before its rule.
             if not re.search(expression, name):
                 continue
             if dim is not None and shape and not -len(shape) <= dim < len(shape):

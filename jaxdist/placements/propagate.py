@@ -46,6 +46,7 @@ def propagate(
     for node in block.nodes:
         strategy, others = ctx.strategies(node)
         if others:
+            # The placements that a choice was made for may be others now, and the alternative gone: then the default.
             strategy = next((other for other in others if other.name == choice.names.get(id(node))), strategy)
             alternatives += [(node, other) for other in others]
         strategies.append(strategy)

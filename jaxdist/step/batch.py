@@ -55,6 +55,7 @@ def sizes(leaves: Sequence[Leaf]) -> list[int | None]:
 
 def like_a_raw_key(x: Leaf) -> bool:
     """Check whether an array may be a key of `jax.random.PRNGKey`."""
+    # Threefry's keys have two words, those of rbg four.
     return x.dtype == np.uint32 and np.ndim(x) == 1 and rows(x) in (2, 4)
 
 

@@ -114,6 +114,7 @@ class CachedCall:
         state, program = list(self._pick_state(leaves)), self.program
         for k in program.placed.padded:
             state[k] = state[k].array
+        # XLA refuses to donate one buffer twice, as of an average that is still the parameters themselves.
         if program.donated and len(set(map(id, state))) < len(state):  # rare, and cheap to see
             state = without_aliases(state)
         parts = [leaves[self.data_positions[i]] for i in self.totals]

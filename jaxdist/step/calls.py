@@ -116,6 +116,7 @@ class Calls:
             cached, leaves = self._agreed(name, arguments, pinned)
         except OtherRows as other:  # the ranks do not pass the rows that some rank assumed
             cached, leaves = self._agreed(name, arguments, pinned, other.total)
+        # Here ranks have agreed on the call, so all of them compare its program, or none does: it takes all.
         if self._settings.verify and cached.program not in self._proven:
             self._proven.add(cached.program)
             placed = cached.program.placed
@@ -164,6 +165,7 @@ class Calls:
         if not self._several:
             self._entered = name.number
             return program(state, batch)
+        # Before it runs: from here on other ranks count on this call, even if its program fails on this rank's device.
         self._ledger.enter(entry)
         active = self.context.watchdog.enter(str(name))
         self._entered = name.number

@@ -86,6 +86,7 @@ class CallComparison:
         program, sharers = cached.program.traced, placer.device_map.sharers
         by_rank = agree(context, self._tag, about, cached.entry.text, program, checksums, rows, sharers)
         self._compared.add(cached.entry.digest)
+        # From here on `Calls._total` knows these sizes: by them a rank tells from its own rows how many all ranks pass.
         divides(context, *sorted(cached.unmarked_rows))
         differs: DifferingRanks = {}
         for i, of_ranks in enumerate(zip(*by_rank, strict=True)):

@@ -224,6 +224,7 @@ def decorator(step: Callable[..., Any] | None, mesh: AnyMesh | None, layouts: La
         settings = Settings(
             step, calling, values["batch_argnums"], values["donate"], donated, values["check_finite"],
             values["check_every"], values["verify"], mesh, layouts, values["bucket_bytes"], values["compress"],
+            # Sorted, as ranks compare the text of the options, and a dictionary may have another order on each.
             tuple(sorted((values["compiler_options"] or {}).items())),
         )  # fmt: skip
         return decorated_with(settings)

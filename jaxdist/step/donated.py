@@ -31,6 +31,7 @@ def check_not_donated(
     if not any(map(is_deleted, leaves)):
         return
     path, array = next((path, x) for path, x in jax.tree_util.tree_leaves_with_path(args) if is_deleted(x))
+    # By identity: a deleted array has no value left to compare, and is still the object that the call took.
     name, array = leaf_name(calling.of(len(args), keywords), path), physical(array)
     donations = [donation for donation in list(latest.values()) if any(x is array for x in donation.arrays)]
     by = "an earlier call of a step or of jax.jit, or a deletion,"

@@ -14,6 +14,7 @@ TypeKey = tuple[tuple[int, ...], np.dtype | type, bool, int | None]  # shape, dt
 
 def type_key(x: Leaf) -> TypeKey:
     """The properties of a leaf's type that decide which program runs."""
+    # Parts of 3 rows may be of a batch of 5 or of 6, which are different programs.
     total = x.total if isinstance(x, (batch.Part, batch.BatchPart)) else None
     return np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False), total
 

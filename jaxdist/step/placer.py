@@ -134,6 +134,7 @@ class Placer:
     def _in_shards(self, x: Leaf, target: Layout) -> jax.Array | Padded:
         """Shard a leaf that is the same on every process, or move a sharded one to a different memory."""
         current = self.layout(x)
+        # The same slices in the other memory: each process moves its own, and none sends anything.
         if isinstance(current, Layout) and current is not target and layout(*current.cuts, host=target.host) is target:
             array = copied(physical(x), sharding(self.mesh, target))
             return array if target.is_plain else Padded(array, target)
@@ -159,6 +160,7 @@ class Placer:
         if self.process_count == 1 or spans(x):
             alias = self.mesh.size == 1 and isinstance(x, jax.Array)
             return jax.device_put(x if alias else jnp.copy(x), self.state_sharding)
+        # Copies, as `from_host` may alias what it is given, and the caller keeps `x`.
         return from_host(np.shape(x), self.state_sharding, lambda index: np.array(x[index]))
 
     # --- parts of the batch
@@ -190,6 +192,7 @@ class Placer:
 
     def parted(self, leaves: Sequence[Leaf], rows: Rows) -> list[Leaf]:
         """Return the leaves, those that would be parts of unequal lengths as `Part`."""
+        # 5 rows over 2 ranks are 3 and 2: by its own alone, one rank would take them for 3 of 6, the other for 2 of 4.
         rows_of_leaves = zip(leaves, rows.here, rows.total, strict=True)
         return [
             x if here is None or total is None or total == self.device_map.rows_of_all(here) else batch.Part(x, total)

@@ -20,6 +20,7 @@ from jaxdist.text import say_once
 Exact = Any  # a leaf that is not a float, or None for a float, which is drawn
 
 
+# A guard that the user has set is for the step: this moves whole leaves to the host and back.
 @jax.transfer_guard("allow")
 def verified_on_all(
     name: str, placer: Placer, placed: PlacedStep, data: Sequence[Leaf], points: int, strict: bool

@@ -223,6 +223,8 @@ def _with_batch(signature: Signature, leaves: Sequence[Leaf], chosen: Iterable[i
 
 def _readings(candidates: Sequence[int], certain: Sequence[int]) -> list[Sequence[int]]:
     """The arguments that may be the batch, the likeliest reading first: a state may have its length by chance."""
+    # Of candidates 1, 2 and 3, where 3 is certain: [3], then all without one of the others, [2, 3] and [1, 3], then
+    # all, and what is left without the first or the last ones.
     readings = list[Sequence[int]]()
     if certain:
         readings.append(certain)

@@ -83,6 +83,7 @@ class Fuse:
         """Return the operands of a gather, delayed until `after` is known."""
         if self.barriers:
             return lax.optimization_barrier((*operands, after))[:-1]
+        # XLA for CPUs drops barriers before it schedules. This select takes `x` each time, and XLA cannot know that.
         ready = _always(after)  # becomes part of the computation of the operand
         return [lax.select(lax.broadcast(ready, x.shape), x, lax.full_like(x, 0)) for x in operands]
 
@@ -118,6 +119,7 @@ def _scheduled(eqns: Sequence[JaxprEqn], most: int, ahead: int) -> Iterator[tupl
         for j in needed:
             users[j].append(i)
     missing = list(map(len, needs))
+    # A heap of positions: program order, the same on every rank.
     ready = list[int]()
     buckets = _Buckets(eqns, [min(positions, default=len(eqns)) for positions in users], most, ahead)
     enter = lambda i: buckets.add(i) if eqns[i].primitive in FUSED else heapq.heappush(ready, i)
@@ -195,6 +197,7 @@ def _needs(eqns: Sequence[JaxprEqn]) -> list[set[int]]:
 
 def _kind(eqn: JaxprEqn) -> tuple[Hashable, ...]:
     """Return what collectives in one bucket have in common."""
+    # Members are flattened to rows (`_sent_together`), so their shapes and dimensions may differ.
     params = {k: v for k, v in eqn.params.items() if k not in ("dim", "size")}
     return eqn.primitive, aval_of(eqn.invars[0]).dtype, tuple(sorted(params.items()))
 
@@ -288,6 +291,7 @@ def _sent_together(parts: Sequence[jax.Array], eqns: Sequence[JaxprEqn], unpack:
         params["dim"] = 0
     if gathers:
         params["size"] = params["devices"]
+    # f32[4] and f32[6], scattered over 2 devices, are sent as f32[2, 5]: row d has the slices of device d.
     flat = [x.reshape(params["devices"] if scatters else 1, -1) for x in rows]
     whole = primitive.bind(jnp.concatenate(flat, 1), **params)
     pieces = zip(unpack(whole, [math.prod(shape) for shape in shapes]), shapes, all_params, strict=True)

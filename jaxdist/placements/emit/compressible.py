@@ -46,5 +46,6 @@ def _walk(
         if isinstance(p, Partial) and p.gradient and leads[o] and not follows[o]
         and block.avals[o].ndim and jnp.issubdtype(block.avals[o].dtype, jnp.floating)
     )  # fmt: skip
+    # Two loops with one body share its propagation: what both allow.
     compressible_values[id(placed)] = good & compressible_values.get(id(placed), good)
     return [(leads[i], follows[i]) for i in block.inputs]

@@ -187,8 +187,11 @@ class Emitter:
         raw, back = _raw(x)
         if turned and split.outer == 1 and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
             whole = self.gather(raw.transpose(turned), turned.index(split.dim), split.size)
+            # The user's transpose undoes this one, and XLA drops both.
             return back(whole.transpose(np.argsort(turned)))
         d = split.dim
+        # Block by block: of two blocks of 8 rows each of 2 devices has [2 * 4], gathers [2, 4] to [2, 8], and makes
+        # [16] of it.
         raw = raw.reshape(*raw.shape[:d], split.outer, split.chunk, *raw.shape[d + 1 :]) if split.outer > 1 else raw
         dim = d + (split.outer > 1)
         whole = self.gather(raw, dim, split.size)
@@ -271,6 +274,7 @@ class Emitter:
         if not x.size:
             return x
         if kind in ("max", "min") and not jnp.iscomplexobj(x):
+            # A NaN survives: communicators lower these by `exchange.extreme`.
             return (lax.pmax if kind == "max" else lax.pmin)(x, self.axis)
         whole = self.gather(x[None], 0, self.n)
         return functools.reduce(_JOINS[kind], [whole[i] for i in range(self.n)])
@@ -278,6 +282,7 @@ class Emitter:
     def from_root(self, x: Any) -> Any:
         """Send the first device's value to every device."""
         raw, back = _raw(x)
+        # As integers: a sum of floats makes 0.0 of -0.0, and may change a NaN.
         bits, whole = exchange.unsigned(raw)
         contribution = jnp.where(self.index == 0, bits, jnp.zeros_like(bits))
         return back(whole(all_reduce_p.bind(contribution, axes=(self.axis,), wire=None)))
@@ -319,6 +324,7 @@ def local_types(placed: Propagation) -> list[Any]:
     """Return the types that one device holds for a block's inputs."""
     types: list[Any] = []
     for aval, form_ in zip((placed.block.avals[i] for i in placed.block.inputs), placed.in_forms, strict=True):
+        # Summands enter a body in the dtype in which they are kept until they are added up.
         dtype = wide(aval.dtype) if isinstance(form_, Partial) else aval.dtype
         weak = aval.weak_type and dtype == aval.dtype
         types.append(jax.ShapeDtypeStruct(local_shape(aval.shape, form_), dtype, weak_type=weak))

@@ -52,6 +52,7 @@ def staged(closed: ClosedJaxpr, offloaded: Mapping[int, int | None], axes: Seque
     stage_of: dict[Var, int] = {jaxpr.invars[i]: s for s, stage in enumerate(stages, 1) for i in stage.arguments}
     parts: list[list[JaxprEqn]] = [[] for _ in range(len(stages) + 1)]  # the first needs none
     for eqn in eqns:
+        # In the last stage of what it takes, so that nothing waits for state that it does without.
         s = max((stage_of.get(v, 0) for v in _variables(eqn.invars)), default=0)
         parts[s].append(eqn)
         stage_of.update(dict.fromkeys(eqn.outvars, s))

@@ -28,6 +28,7 @@ class Node:
     outs: tuple[int, ...]  # the numbers of its results
     backward: bool  # differentiation made it
     calls: tuple[JaxprEqn, ...] = ()  # the calls that it was inlined from, outermost first
+    # A list, as None is an answer too: an operation without factors is not described anew at each question.
     described: list[factors.Factors | None] = field(default_factory=list, init=False)  # its factors, once requested
     # its strategies, by its operands' placements: propagations of a block differ in few operations
     strategies: dict[Any, Any] = field(default_factory=dict, init=False)
@@ -80,6 +81,7 @@ class UnionFind(Generic[T]):
     def of(self, a: T) -> T:
         """Return the representative of the class of `a`."""
         while (up := self._up.setdefault(a, a)) != a:
+            # Path halving: the next walk from here is half as long.
             self._up[a] = self._up[up]
             a = up
         return a
@@ -90,6 +92,7 @@ class UnionFind(Generic[T]):
 
 
 _SAME = SHAPE_ONLY | {"convert_element_type"}
+# More than summands may pass: `summands.linear` decides that, `added` only that nothing else needs the sum at once.
 _SUMS = ADDITION | LINEAR | {"sub", "convert_element_type"}
 TO_A_SUM = ADDITION | _SAME  # the operations between a term and the sum that it is part of
 _DRAWS = {"random_bits", "random_fold_in", "random_gamma", "random_split"}
@@ -185,6 +188,7 @@ def flatten(closed: ClosedJaxpr, backward: bool = False) -> Block:
     used = set(block.outputs)
     live: list[Node] = []
     for node in reversed(block.nodes):
+        # A callback for its effect alone has no result that something could use.
         if any(i in used for i in node.outs) or has_effect(node.eqn):
             live.append(node)
             used.update(node.ins)
@@ -251,5 +255,6 @@ def added(block: Block, outputs: frozenset[int]) -> frozenset[int]:
     for node in reversed(block.nodes) if outputs else ():
         scaled = node.name in ("mul", "div") and any(i in block.known for i in node.ins)
         if (scaled or node.name in _SUMS) and node.outs[0] in values:
+            # A second use would add the value up in each iteration anyway.
             values.update(i for i in node.ins if block.uses[i] == 1)
     return frozenset(values)

@@ -35,6 +35,8 @@ _NOT_ENTRYWISE = {*CONTRACTION, *_FACTORIZATION, *_KERNELS, *_ATTENTION, *_PRODU
 
 def cost(placed: Propagation, infer: Inference, examples: int = 1, memory: bool = True) -> float:
     """Estimate a device's seconds for a placed step: computing, sending, and waiting for messages."""
+    # Other axes divide the examples among `examples` devices: each computes and sends its share of the activations, but
+    # all that is sent of the state.
     link, total = infer.link, seconds(placed, infer.axis.machine, memory) / examples
     for message, times in placed.sent():
         total += times * link.seconds(message.kind, message.bytes) / (1 if message.of_state else examples)
@@ -47,6 +49,7 @@ def seconds(placed: Propagation, machine: Machine, memory: bool = True) -> float
     total = 0.0
     for part, times in placed.blocks():
         for node, strategy in zip(part.block.nodes, part.strategies, strict=True):
+            # Bodies are among `blocks`, and XLA fuses what makes a deferred value into the loops of its users.
             if strategy.bodies or strategy.make is not None:
                 continue
             if memory not in strategy.seconds:
@@ -90,6 +93,7 @@ def descend(
     while True:
         start = on
         for group in groups:
+            # Among equals `min` keeps the first, `on`: each move is a gain, so this ends.
             on = min(on, *near(on, group), key=value)
         if on == start:
             return on
@@ -106,6 +110,7 @@ def flops(block: Block, node: Node, strategy: Strategy) -> int:
         shape = local_shape(block.avals[node.ins[0]].shape, placement)
         return 2 * sizes[0] * math.prod(shape[d] for d in contracted)
     if node.name == "conv_general_dilated":
+        # An entry of the result takes the entries of the kernel that lead to its feature.
         kernel = local_shape(block.avals[node.ins[1]].shape, in_forms[1])
         out = node.eqn.params["dimension_numbers"].rhs_spec[0]
         return 2 * sizes[0] * math.prod(kernel) // max(kernel[out], 1)
@@ -117,10 +122,12 @@ def flops(block: Block, node: Node, strategy: Strategy) -> int:
     shapes = [local_shape(block.avals[i].shape, None if is_whole(p) else p) for i, p in placed]
     if (twin := twin_of(node)) is not None or node.name in _KERNELS:
         splits = [(p, block.avals[i].shape[p.dim]) for i, p in placed if isinstance(p, Split) and not is_whole(p)]
+        # The program is the whole kernel's: a device's share of it is that of the value that is cut most.
         share = min((min(p.rows / length, 1) for p, length in splits if length), default=1)
         program = twin or compat.closed(node.eqn.params[_KERNELS[node.name]])
         return round(share * (1 if twin else _runs(node)) * flops_of(program))
     if node.name in _ATTENTION:
+        # Each entry of the queries meets all positions of the keys, which are never split (`named_kernels`).
         return _ATTENTION[node.name] * math.prod(shapes[0]) * shapes[1][2 if node.eqn.params["layout"] else 1]
     if node.name in _PRODUCTS:
         return _of_loops(block, node, shapes)

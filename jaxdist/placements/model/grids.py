@@ -48,6 +48,7 @@ def by_grid(params: Params, ins: Shapes, outs: Shapes) -> Factors:
                 summed |= {axis} if is_sum else set()
             if whys := [*reasons, *shared, *dependent]:
                 why[k, d] = whys[0]
+    # `counts_padding`: a step on padding adds its term to a sum, and zeros in its operands may not make that zero.
     both: tuple[Dims, ...] = tuple(map(tuple, dims))
     return Factors(
         both[: len(ins)], both[len(ins) :], dict.fromkeys(summed, "sum"), counts_padding=True,
@@ -77,6 +78,8 @@ def _places(params: Params, axis: int, first: int, operands: int) -> tuple[Place
                 reasons.append(f"axis {axis} of its grid does not go through dimension {d} once")
         if sum(array == k for array, _ in places) > 1:
             reasons.append(f"axis {axis} of its grid goes through several dimensions of an array")
+    # The operand and the result share a buffer: a step that reads elsewhere than it writes may find there what another
+    # step wrote, and on several devices other steps come before it.
     for k, result in params["input_output_aliases"]:
         taken = [(d, unit) for (array, d), unit in places.items() if array == first - mapping.num_index_operands + k]
         made = [(d, unit) for (array, d), unit in places.items() if array == operands + result]
@@ -106,6 +109,7 @@ def _shorter(dims: Sequence[Dims], units: Mapping[tuple[int, int], Fraction]) ->
         grid = tuple(split.rows if g == axis else n for g, n in enumerate(mapping.grid))
         estimate = params["cost_estimate"]
         if estimate is not None:
+            # Unscaled, the estimate would tell the compiler that a device's part costs as much as the whole kernel.
             share = Fraction(split.rows, mapping.grid[axis])
             estimate = replace(estimate, **{f.name: round(getattr(estimate, f.name) * share) for f in fields(estimate)})
         out_avals = tuple(cut(aval, len(dims) - count + o) for o, aval in enumerate(params["out_avals"]))

@@ -20,6 +20,8 @@ def divided(index_map: ClosedJaxpr, axis: int, steps: Any) -> list[int]:
 
     That is 0 if it does not depend on the axis, and -1 if it is some other function of it.
     """
+    # Of ``lambda i, j: (i // 2, j, i + j)``, for axis 0: 2, 0 and -1. All steps are evaluated: an index map may be any
+    # program, and a quotient at its first steps only.
     # The values that depend on the axis alone, for each of its steps, or None if on something else, too.
     values: dict[Var, np.ndarray | None] = {index_map.jaxpr.invars[axis]: np.arange(steps, dtype=np.int32)}
     for eqn in index_map.jaxpr.eqns:
@@ -39,6 +41,7 @@ def _divisor(values: np.ndarray | None) -> int:
         return -1
     if (np.asarray(values) == values[0]).all():
         return 0
+    # ``i // 3`` over 6 steps is 0 0 0 1 1 1: the first step with 1 tells the divisor, and all others must agree.
     by = int(np.argmax(np.asarray(values) == 1))
     return by if by and (np.arange(len(values)) // by == values).all() else -1
 
@@ -66,9 +69,12 @@ def why_dependent(params: Params, axis: int, kept: Collection[int], is_sum: bool
     taken, results = body.jaxpr.invars[:operands], body.jaxpr.invars[operands:]
     if any(type(e).__name__ in ("WriteEffect", "AccumEffect") and e.input in taken for e in body.jaxpr.effects):
         yield "the kernel writes to an operand"
+    # Steps run in the order of the grid: a device that starts in its middle lacks what the steps before it would leave.
     # Memory that the steps share: a step must not read a value that an earlier one left there.
     shared = [v for k, v in enumerate(results) if (k in kept and not is_sum) or k >= mapping.num_outputs]
     memory, written = dict(zip(shared, shared, strict=True)), Written()
+    # ``pl.when(pl.program_id(1) == 0)`` clears an accumulator for the later steps of its row: so the first of a row is
+    # looked at alone, and what it writes is there for the others.
     independent = _writes_first(body.jaxpr, memory, {}, written, [k for k, g in enumerate(visible) if g > axis])
     # In later steps of inner axes, a result's block may differ from the one written to in the first of them.
     maps = [compat.closed(block.index_map_jaxpr) for block in mapping.block_mappings[mapping.num_inputs :]]
@@ -101,12 +107,15 @@ def _writes_first(
         if not touched:
             _evaluate(eqn, known, first)
             continue
+        # A `swap` returns what was there: only if nobody takes that is it a write and no read. One to a part of the
+        # memory leaves the rest as it was, so the whole is not known to be written.
         if eqn.primitive.name == "swap" and not _is_used(eqn, jaxpr):
             written |= touched if compat.is_whole(eqn) else set()
             continue
         parts, all_run = _parts(eqn, known)
         after = [set(written) for _ in parts]
         for (closed, operands, turns), seen in zip(parts, after, strict=True):
+            # What a loop carries is known before its first turn, and is something else in the second.
             changing = {closed.jaxpr.invars[k] for k in turns}
             pairs = list(zip(closed.jaxpr.invars, operands, strict=True))
             inner_memory = {v: memory[x] for v, x in pairs if isinstance(x, Var) and x in memory}
@@ -116,6 +125,7 @@ def _writes_first(
                 return False
         if not parts and not touched <= written:
             return False
+        # Some branch of a `cond` runs, so what all of them write is written. A loop may have no turn.
         if parts and all_run:
             written |= set.intersection(*after)
     return True
@@ -238,8 +248,10 @@ class _Sums:
             elif name == "get" and refs:
                 totals[eqn.outvars[0]] = _part(eqn, memory, 1)
                 self.used |= refs
+            # Not of two totals: ``total + total`` doubles what earlier steps have added, on each device only its own.
             elif name in ("add", "add_any") and len(read) == 1:
                 totals[eqn.outvars[0]] = totals[read[0]]
+            # Back to where it was read: ``total[i] = total[j] + x`` moves what other steps have added.
             elif name == "swap" and refs and read == [eqn.invars[1]] and totals[read[0]] == _part(eqn, memory, 2):
                 if _is_used(eqn, jaxpr):
                     return "its body reads its old value"
@@ -264,6 +276,7 @@ class _Sums:
         known = dict[Var, Any]()
         for e in clearing.eqns:
             if refs := {inner[v] for v in e.invars if isinstance(v, Var) and v in inner}:
+                # Once something has been added, setting it to zero would drop that.
                 is_new = not refs & (self.used | self.cleared.keys())
                 if not (e.primitive.name == "swap" and is_new and compat.is_whole(e) and _is_zero(e.invars[1], known)):
                     return False

@@ -21,7 +21,7 @@ def _attention(operands: str, results: str, reduction: str) -> Rule:
 
     Args:
       operands: the kind of each. ``q`` has the dimensions of queries, ``k`` of keys; ``b`` is a bias, ``n`` has a
-        number for each example, ``s`` statistics of each row; ``.`` is anything else.
+        number for each example, ``s`` statistics of each row, ``m`` a maximum of all; ``.`` is anything else.
       results: the kind of each.
       reduction: the reduction of results that examples or heads share.
     """
@@ -38,6 +38,7 @@ def _attention(operands: str, results: str, reduction: str) -> Rule:
                 units[k, heads_at] = shared
             if name in ("q", "k"):
                 why[k, 3 - heads_at] = "the positions of a sequence attend to each other"
+            # A bias that examples or heads share has 1 there, and is whole.
             fits = {d: f for d, f in at.items() if d < len(shape) and shape[d] == sizes[f] * units.get((k, d), 1)}
             described.append(tuple(map(fits.get, range(len(shape)))))
         found = Factors(
@@ -51,6 +52,8 @@ def _attention(operands: str, results: str, reduction: str) -> Rule:
 
 def _depends_on_all(params: Params, ins: Shapes) -> str:
     """Return the reason if what attention computes for an example depends on the others."""
+    # The operands: queries, keys, values, bias, 2 lengths, 2 offsets, 2 page tables. For what a call does not have JAX
+    # passes an array of shape (0,), so a second dimension says that it is there.
     if params.get("dropout_rate"):
         return "its dropout draws by position in the whole batch"
     if "mask_type" in params and len(ins[6]) > 1:
@@ -83,6 +86,8 @@ def _ragged_dot(params: Params, ins: Shapes, outs: Shapes) -> Factors | None:
 
     The sizes of the groups are needed whole; `jaxdist.placements.rules.kernels` cuts them.
     """
+    # The usual one is ``mk,gkn->mn``, summed over k, and over g: for rows of groups that it lacks a device adds zeros.
+    # In the gradient of its matrices, ``mk,mn->gkn``, the rows m are summed over, and only the result has g.
     numbers = params["ragged_dot_dimension_numbers"]
     (ca, cb), (ba, bb) = numbers.dot_dimension_numbers
     (ragged,), groups = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
@@ -129,6 +134,7 @@ def twin_of(node: Node, shapes: Shapes | None = None) -> ClosedJaxpr | None:
 @functools.lru_cache(maxsize=256)
 def traced_twin(like: Callable[..., Any], eqn: JaxprEqn, shapes: Shapes | None = None) -> ClosedJaxpr:
     """Return the program of a twin, for operands of these shapes."""
+    # Cached by equation: `Infer.block` knows a jaxpr by its identity, and would flatten a new one each time.
     # An FFI call has parameters of its own besides the target's.
     params = eqn.params if eqn.primitive.name != "ffi_call" else dict(eqn.params.get("attributes", ()))
     avals = list(map(aval_of, eqn.invars))

@@ -241,6 +241,8 @@ class Propagation:
                 if strategy.make is None:
                     operands = zip(node.ins, strategy.in_forms, strict=True)
                     forms.update(target or REPLICATED for operand, target in operands if operand == value)
+                # A deferred result is made in the forms that its users take. Of this operand it takes the same slices
+                # only if the operation is slicewise and does not broadcast it.
                 elif not strategy.slicewise or block.avals[value].shape != block.avals[node.outs[0]].shape:
                     forms.add(None)
                 elif node.outs[0] not in seen:
@@ -290,6 +292,7 @@ def sliced(
     place: Callable[[Sequence[Placement]], Sequence[Propagation]],
 ) -> tuple[Sequence[Placement], Sequence[Propagation]]:
     """Cut values that bodies only use in one slice before the bodies: their new placements, and the bodies'."""
+    # Else loops hold random masks of the whole batch: a 7B model at level 3 of ZeRO took 169 GiB instead of 12.
     cut, block = list(in_placements), bodies[0].block
     for k in range(len(in_placements)):
         if bodies[0].in_forms[k] == REPLICATED and block.avals[block.inputs[k]].shape:
@@ -311,4 +314,6 @@ def nbytes(aval: Any) -> int:
 @functools.lru_cache(maxsize=64)
 def itemsize(dtype: Any) -> int:
     """Return the bytes of an entry; for a PRNG key, the bytes of its data."""
-    return 8 if jnp.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return 4 * jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).size
+    return dtype.itemsize

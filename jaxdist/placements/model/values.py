@@ -120,6 +120,7 @@ def in_one_collective(source: Split | Partial, target: Split, devices: int, dtyp
     if isinstance(source, Partial):
         return target.is_tile(devices)
     return (
+        # An all-to-all trades equal parts and joins whole chunks: it can neither drop padding nor make it.
         source.dim != target.dim
         and source.outer == target.outer == 1
         and not source.is_padded(devices)
@@ -132,6 +133,8 @@ def tiles(dim: int, size: int, axes: Sequence[int], of_state: bool = False) -> l
     """Slice a dimension over axes of these sizes, outermost first, as over one axis with all devices in order."""
     slices: list[Split] = []
     for k in range(len(axes)):
+        # 10 rows over axes of 2 and 3: (size 10, chunk 6), then (size 6, chunk 2): 2 rows on each device but the last,
+        # as over 6 in a row. Halves of 5 rows would come to 2, 2 and 1, twice.
         chunk = -(-size // math.prod(axes[k:])) * math.prod(axes[k + 1 :])
         slices.append(Split(dim, size, chunk, of_state=of_state))
         size = chunk
@@ -181,6 +184,8 @@ def reshaped(split: Split, shape: Sequence[int], new: Sequence[int]) -> Split | 
         outer, size, chunk = math.prod(shape[a : split.dim]) * split.outer, split.size * stride, split.chunk * stride
         for k in range(c, d):
             left, right = math.prod(new[c:k]), math.prod(new[k + 1 : d])  # entries that vary slower and faster
+            # The chunk must survive the reshape as well as the size: (5, 3) -> (15,) over 4 devices leaves them 6, 6, 3
+            # and 0 entries, where the usual slices of 15 are 4, 4, 4 and 3.
             if not left * right or outer % left or size % right or chunk % right:
                 continue
             if new[k] == outer // left * (size // right) and size // right > 0:
@@ -190,6 +195,7 @@ def reshaped(split: Split, shape: Sequence[int], new: Sequence[int]) -> Split | 
 
 def _groups(shape: Sequence[int], new: Sequence[int]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
     """Yield runs of dimensions, [a, b) and [c, d) of the two shapes, with the same entries."""
+    # (2, 3, 4) -> (6, 4): [0, 2) with [0, 1), then [2, 3) with [1, 2). The smaller product grows until both are equal.
     i = j = 0
     while i < len(shape) or j < len(new):
         a, c = i, j
@@ -201,6 +207,7 @@ def _groups(shape: Sequence[int], new: Sequence[int]) -> Iterator[tuple[tuple[in
                 j += 1
             else:
                 break
+        # Dimensions of size 1 at the end join the last run: a run of their own would have nothing on the other side.
         while j == len(new) and i < len(shape) and shape[i] == 1:
             i += 1
         while i == len(shape) and j < len(new) and new[j] == 1:

@@ -52,6 +52,8 @@ def _cumulative(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strat
         is_padded = split.is_padded(device.n)
         x = device.masked(xs[0], split, identity(kind, aval.dtype)) if is_padded else xs[0]
         (here,) = device.bind(node, [x])
+        # One message: passing sums on from one device to the next takes n - 1, one after the other. So each device gets
+        # all totals, and accumulates them itself.
         last = 0 if is_reversed else split.rows - 1
         totals = device.gather(lax.slice_in_dim(here, last, last + 1, axis=d), d, device.n)
         (up_to,) = device.bind(node, [totals])
@@ -82,16 +84,19 @@ def _without_ends(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Str
         along = lambda values, value: [value if k == d else other for k, other in enumerate(values)]
         return lax.slice(x, along(starts, first), limits, along(strides, step))
 
+    if split.chunk % stride == 0 and count != split.size:
+        # Row k of the result is ``first + stride * (shift + k)``: each device takes every row at `first`, which sends
+        # nothing; then all rows move by `shift`. For x[5::2]: every second row from 1 on, moved by 2.
+        left, (shift, first) = _result(split, count, split.chunk // stride), divmod(start, stride)
+        if _has_all_devices(ctx, left, shift):
+            move = lambda device, x: repeat_last(device, _shifted(device, part(x, first, stride), d, shift), left)
+            run = lambda device, node, xs: [move(device, xs[0])]
+            return Strategy([form(split)], [left], run, sends=_neighbors(ctx, node, d, shift))
+    # So few rows are on hardly any device: added up among zeros, they alone are sent, and not the whole batch.
     if 0 < count <= split.chunk // 2 and is_wide(aval.dtype):
         pick = lambda device, node, xs: [_among_zeros(device, part(xs[0], 0, 1), split, start, count, stride)]
         return Strategy([form(split)], [Partial(bits=True)], pick)
-    if split.chunk % stride or count == split.size:
-        return None
-    left, (shift, first) = _result(split, count, split.chunk // stride), divmod(start, stride)
-    if not _has_all_devices(ctx, left, shift):
-        return None
-    run = lambda device, node, xs: [repeat_last(device, _shifted(device, part(xs[0], first, stride), d, shift), left)]
-    return Strategy([form(split)], [left], run, sends=_neighbors(ctx, node, d, shift))
+    return None
 
 
 @special("pad")
@@ -128,7 +133,10 @@ def _with_rows_around(ctx: RuleContext, node: Node, ins: Sequence[Placement]) ->
     if len(at) != 1 or not _is_batch(split := ins[k := at[0]], ctx.block.avals[node.ins[k]]) or d != split.dim:
         return None
     before, after = (sum(shape[d] for shape in around) for around in (shapes[:k], shapes[k + 1 :]))
+    # | a b c d | e f g g | with t in front is | t a b c | d e f g |: there is room where padding was. Without padding
+    # the slices would be longer, and most rows move.
     longer, last_start = _result(split, split.size + before + after), (ctx.n - 1) * split.chunk
+    # One device puts the rows behind in place, the last: they must not begin before its own rows do.
     if not _has_all_devices(ctx, longer, before) or split.size + before < last_start:
         return None
 
@@ -152,7 +160,9 @@ def _ends_apart(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strat
     split, sizes, aval = ins[0], list(map(int, node.eqn.params["sizes"])), ctx.block.avals[node.ins[0]]
     if not _is_batch(split, aval) or node.eqn.params["axis"] != split.dim or not is_wide(aval.dtype):
         return None
+    # | t a b c | d e f g | is taken apart into t, on all devices, and | a b c d | e f g g |.
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    # The bulk reaches all devices, so the others have less than a device's rows in all: they become whole values.
     bulk = max(range(len(sizes)), key=lambda k: sizes[k])
     left = _result(split, sizes[bulk])
     if not _has_all_devices(ctx, left, starts[bulk]):
@@ -294,6 +304,7 @@ def _with_halo(device: DeviceContext, x: jax.Array, d: int, count: int) -> jax.A
 def _from_neighbor(device: DeviceContext, x: jax.Array, step: int) -> jax.Array:
     """Send rows to the next device, or the previous one; return those that come in."""
     sent, back = exchange.bits(x)
+    # A device at the end gets zeros, as `lax.ppermute` leaves where nobody sends.
     ends = [(i, i + step) for i in range(device.n) if 0 <= i + step < device.n]
     return back(lax.ppermute(sent, device.axis, ends))
 

@@ -34,6 +34,7 @@ def _checkpoint(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strat
 
     def run(device: DeviceContext, node: Node, args: list[Any]) -> Sequence[Any]:
         closed = device.body(placed[0])
+        # A checkpoint holds an open jaxpr, which has no place for constants.
         jaxpr = compat.with_constants_as_inputs(closed.jaxpr)
         return device.bind(node, [*closed.consts, *args], {**node.eqn.params, "jaxpr": jaxpr})
 

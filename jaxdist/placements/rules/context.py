@@ -122,7 +122,7 @@ class RuleContext:
         return default, [one for rule in ALTERNATIVES.get(node.name, ()) if (one := rule(self, node, ins))]
 
     def _alone(self, node: Node, ins: Sequence[Placement]) -> Strategy:
-        """Return the strategy that sends least for an operation alone."""
+        """Return the strategy of an operation alone: of the first rule that applies, or of its factors."""
         for rule in (*(SPECIAL.get(node.label, ()) if node.kernel else ()), *SPECIAL.get(node.name, ())):
             if strategy := rule(self, node, ins):
                 return strategy
@@ -137,6 +137,7 @@ class RuleContext:
         if aval is not None and aval.ndim and (entrywise or moves):
             large = [p for p, i in zip(ins, node.ins, strict=True) if self.block.avals[i].ndim]
             if large and all(isinstance(p, Deferred) for p in large):
+                # Another number may change in value (`neg`) or be rounded (a conversion); zero stays zero.
                 known = moves or (is_zero(ins[0]) and node.name in ("convert_element_type", "copy", "neg"))
                 const = ins[0].const if known else None  # type: ignore[union-attr]
                 return Strategy([None] * len(ins), [Deferred(const)], make=make_in_form, slicewise=entrywise)
@@ -204,6 +205,7 @@ class RuleContext:
     def candidates(self, node: Node, ins: Sequence[Placement], described: Factors) -> Sequence[tuple[int, Split]]:
         """Return factors along which operands are split; batch operands take precedence."""
         splits: dict[tuple[int, int, int, int], Split] = {}
+        # Where shards meet the batch, the shards move: they can be fetched ahead, whereas activations are waited for.
         batch = [p for p in ins if isinstance(p, Split) and not p.of_state]
         for k, (p, dims) in enumerate(zip(ins, described.operands, strict=True)):
             if not isinstance(p, Split) or (batch and p.of_state) or (factor := dims[p.dim]) is None:
@@ -275,6 +277,7 @@ class RuleContext:
         if shared and keeps_padding and any(p and p.is_padded(devices) for p in operands):
             return None  # padding must not count in the shared results, and be as the last entry in others
         if kind == "sum" and shared:
+            # A product of booleans is an `or`, not a sum.
             if not all(values.is_wide(self.block.avals[o].dtype) for o in shared):
                 return None
             if described.onto is not None and factor not in described.operands[described.onto]:
@@ -287,6 +290,7 @@ class RuleContext:
         """Return the collective that reduces a result with max, min, and, or or (`Emitter.across`)."""
         aval = self.block.avals[o]
         if aval.dtype == bool:
+            # `Emitter.across` reduces booleans as int32, with max or min.
             return Sends("all-reduce", 4 * aval.size)
         if kind in ("max", "min") and not jnp.issubdtype(aval.dtype, jnp.complexfloating):
             return Sends("all-reduce", nbytes(aval))

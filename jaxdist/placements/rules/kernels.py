@@ -54,6 +54,7 @@ def _rows_of_groups(cut: Cut, device: DeviceContext, node: Node, xs: list[jax.Ar
     lhs, rhs, sizes = xs
     split, ends = cut.split, jnp.cumsum(sizes, axis=-1)
     starts = ends - sizes
+    # Groups of 3 and 5 rows over two devices of 4: [3, 1] on the first, [0, 4] on the second.
     first = device.index * split.chunk
     # Rows of padding are copies of the last one, and belong to its group.
     here = lambda at: jnp.clip(jnp.where(at >= split.size, split.chunk, at - first), 0, split.chunk).astype(sizes.dtype)
@@ -71,6 +72,7 @@ def _groups_of_device(
     split, group = cut.split, device.index * cut.split.chunk + jnp.arange(cut.split.chunk)
     own = jnp.where(group < split.size, jnp.take(sizes, group, mode="clip"), 0)
     before = jnp.sum(jnp.where(jnp.arange(split.size) < group[0], sizes, 0)).astype(sizes.dtype)
+    # Rolled by a number of rows that depends on data, rows would cross the slices that a later axis makes of them.
     stay = any(axis.size > 1 for axis in device.placed.axis.inner)
     sizes_here = jnp.concatenate([before[None], own]) if stay else own
     groups = node.eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
@@ -147,7 +149,9 @@ def register(
             if isinstance(primitive, str):
                 raise ValueError(f"on= needs the primitive itself, not its name {primitive!r}")
             _compare(primitive, like, on)
-        for label in (name, f"ffi_call {name}"):
+        # The label is what an FFI call goes by: its target may be named like an operation of JAX's.
+        of_jax = isinstance(primitive, str) and name not in TWINS and name in {*SPECIAL, *FACTORS}
+        for label in [f"ffi_call {name}", *([] if of_jax else [name])]:
             TWINS[label], SPECIAL[label] = like, [_as_twin]
     elif isinstance(rule, str):
         FACTORS[name] = einsum(rule)
@@ -183,6 +187,7 @@ def _as_twin(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
         raise refuse(node, f"it returns {types[0]}, and its twin {types[1]}")
     is_padded = any(isinstance(p, Split) and p.is_padded(ctx.n) for p in taken)
     are_sums = any(isinstance(p, Partial) for p in placed.out_placements)
+    # The kernel runs as it is, so nothing can mask the padding in its sums.
     if placed.communicates or (are_sums and is_padded) or any(isinstance(p, Partial) for p in taken):
         return None
     shapes = [local_shape(shape, p) for shape, p in zip(ctx.block.shapes(node.ins), taken, strict=True)]

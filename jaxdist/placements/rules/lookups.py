@@ -45,12 +45,15 @@ def _look_up(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
         return None
     assert isinstance(rows, Split)
     if 2 * nbytes(out) >= nbytes(ctx.block.avals[node.ins[0]]):  # to gather it is less
+        # Shards are gathered for their use anyway, so this is nothing to warn of.
         return Strategy([REPLICATED] * 2, [REPLICATED], run_as_is) if rows.of_state else None
     shape = ctx.block.shapes(node.ins)[0]
     last = [shape[d] - params["slice_sizes"][d] for d in numbers.start_index_map]
     fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP  # else XLA takes the nearest
 
     def run(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
+        # A table of 6 rows over 2 devices, at [1, 4]: device 0 has [row 1, 0], device 1 [0, row 4], and these are
+        # summands.
         indices = _signed(xs[1], None if fills else last)
         local, present, exists = _localize(device, indices, column, rows, shape[rows.dim])
         if fills:  # no such row: the fill value counts once
@@ -114,6 +117,7 @@ def _column(
     ctx: RuleContext, rows: Placement, others: Sequence[Placement], mapped: Sequence[int], single: Sequence[int]
 ) -> int | None:
     """Return the column of indices that selects split rows, if every device has all else."""
+    # Padding of the batch copies the last row, and a change of that row would miss it; of state it may be anything.
     if not isinstance(rows, Split) or rows.outer > 1 or rows.whole or (rows.is_padded(ctx.n) and not rows.of_state):
         return None
     if rows.dim not in mapped or rows.dim not in single or any(isinstance(p, Split) for p in others):
@@ -125,6 +129,7 @@ def _signed(indices: jax.Array, last: Sequence[int] | None) -> jax.Array:
     """Make indices signed; with `last`, clip them to the nearest valid index."""
     dtype = jnp.int64 if indices.dtype.itemsize == 8 else jnp.int32
     if indices.dtype in (jnp.uint32, jnp.uint64):
+        # Beyond the signed range it would turn negative, and be clipped to the first row, not to the last.
         indices = jnp.minimum(indices, jnp.iinfo(dtype).max)
     indices = indices.astype(dtype)
     return indices if last is None else jnp.clip(indices, 0, jnp.asarray(last, dtype))
@@ -178,6 +183,8 @@ def _mapping(node: Node, column: int, row: int) -> Node:
     params = node.eqn.params
     numbers = params["dimension_numbers"]  # of a gather or a scatter: the same five
     window, single, mapped, dims, rows = numbers
+    # For ``logits[jnp.arange(B), labels]``, looking up ``(b, labels[b])`` in [B, V] becomes, mapped over b, looking up
+    # ``(labels[b],)`` in [V]. JAX wants the dimensions that are mapped over in ascending order.
     pairs = sorted([*zip(dims, rows, strict=True), (mapped[column], row)])
     single, left = ([d for d in of if d != mapped[column]] for of in (single, mapped))
     new = type(numbers)(window, *map(tuple, (single, left, *zip(*pairs, strict=True))))

@@ -43,6 +43,7 @@ def join(a: Placement, b: Placement) -> Placement:
     if a == b:
         return a
     if isinstance(a, Split):
+        # A mix is of the batch: shards are gathered anew in the backward pass, activations are kept.
         if isinstance(b, Split) and a.of_state and not b.of_state:
             return replace(a, of_state=False) if form(a) == form(b) else replace(b, whole=False, requested=False)
         return a
@@ -96,6 +97,7 @@ def _carried(
 def _first_claim(block: Block, init: Placement, i: int) -> Placement:
     """Return the strongest placement that a carry may keep."""
     user = block.next.get(i)
+    # One use, which adds: any other operation in the body would need the sum itself.
     adds = block.uses[i] == 1 and user is not None and user.name in _ADDS and is_wide(block.avals[i].dtype)
     if not adds or isinstance(init, Split):
         return inside(init)
@@ -107,6 +109,7 @@ def _weaker(taken: Placement, returned: Placement, reduced: bool) -> Placement:
     """Return the placement that the next iteration takes of a carry; `reduced`: something needs its sum."""
     if not isinstance(taken, Partial):
         return join(taken, inside(returned))
+    # A summand to which nothing was added (`made`) is the value that came in: whole, it need not be sent afterwards.
     if reduced or not isinstance(returned, Partial) or not returned.made or returned.unreduced_axes:
         return inside(returned) if isinstance(returned, Split) else REPLICATED
     return Partial(returned.gradient, made=False)
@@ -151,6 +154,7 @@ def bound(placed: Sequence[Propagation]) -> Run:
     """Return a function that runs control flow with placed bodies."""
 
     def run(device: DeviceContext, node: Node, args: list[Any]) -> Sequence[Any]:
+        # By identity, as `with_bodies` replaces each jaxpr wherever it is among the parameters.
         programs = {id(body.closed): device.body(p) for body, p in zip(bodies(node.eqn), placed, strict=True)}
         return device.bind(node, args, with_bodies(node.eqn, lambda closed: programs[id(closed)]))
 
@@ -220,6 +224,7 @@ def _turn_of(ctx: RuleContext, o: int, p: Placement, later: bool) -> Placement:
     aval = ctx.block.avals[o]
     if not isinstance(p, Partial) or later or _is_little(ctx.infer, nbytes(aval)):
         return whole_if_deferred(p)
+    # Along dimension 0 of the stack are the iterations, all of which every device runs.
     dim = ctx.infer.slices_wanted(ctx.block).get(o)
     return ctx.infer.shard(dim - 1, aval.shape[dim]) if dim else REPLICATED
 
@@ -239,6 +244,7 @@ def _is_little(infer: Inference, size: int) -> bool:
 
 def _unscanned(infer: Inference, p: Placement, aval: Any) -> Placement:
     """Move the split of a scanned array to a dimension that the loop does not run over."""
+    # Split by iterations, a row is on one device, and all need it in its iteration: that is a message in each.
     if not isinstance(p, Split) or p.dim:
         return p
     parts = infer.devices
@@ -293,6 +299,8 @@ def _batched_while(
 
     def place(target: Placement, first: Sequence[Placement], body_consts: Sequence[Placement]) -> Strategy:
         carry = [form(target)] * len(avals)
+        # The condition has an entry for each example, so it is cut as the carries are (`carry[:1]`), and nothing is
+        # gathered.
         placed = infer.place(cond, [*first, *carry], carry[:1]), infer.place(body, [*body_consts, *carry], carry)
         in_forms = [*map(form, (*first, *body_consts)), *carry]
         return Strategy(in_forms, [target] * len(avals), bound(placed), bodies=placed)

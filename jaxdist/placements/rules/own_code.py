@@ -77,6 +77,8 @@ def _own_code(ctx: RuleContext, node: Node, body: ClosedJaxpr, ins: Sequence[Cut
     def placement(i: int, cuts: Cuts) -> Placement:
         for d, names in enumerate(cuts):
             if placed.name in names:
+                # 16 rows by ``P(('data', 'model'))`` over data 2 x model 4: in each of the 2 blocks of 8 that the data
+                # axis cuts later, the model axis, which is placed first, cuts slices of 2.
                 outer = math.prod(axis.size for axis in inner_axes if axis.name in names[: names.index(placed.name)])
                 size = ctx.block.avals[i].shape[d] // outer
                 return Split(d, size, size // placed.size, outer)
@@ -136,6 +138,7 @@ class _Untyped(Interpreter):
     def eval_eqn(self, eqn: Any, *args: Any) -> Sequence[Any]:
         args = tuple(x if isinstance(x, jax.Array) else _literal(x) for x in args)  # typed, too
         if len(self.data) > 1 and AXIS in axes_of(eqn):
+            # ``zero(within=)`` makes two axes of the data axis, and the user's code knows only the one.
             if eqn.primitive is primitives.axis_index_p:
                 return [lax.axis_index(self.data)]
             (name,) = (name for name in ("axes", "axis_name") if name in eqn.params)

@@ -69,6 +69,8 @@ def own_iterations(
 def _is_a_sum(block: Block, i: int, o: int) -> bool:
     """Check whether an iteration only adds to a carry: it takes value `i` and returns `o`."""
     node = block.makers.get(o)
+    # ``total + total`` doubles in each iteration, of which a device has only its own.
     if node is None or node.name not in ADDITION or i not in node.ins or node.ins[0] == node.ins[1]:
         return False
+    # What else looks at the total would see that of one device's examples.
     return block.uses[i] == 1 and block.uses[o] == 1 and is_wide(block.avals[i].dtype)

@@ -66,8 +66,10 @@ def _factors_of_rule(ctx: RuleContext, node: Node) -> Factors | None:
         for factors, n in zip(dims, aval.shape, strict=True):
             if len(factors) == 1 and sizes.setdefault(factors[0], n) != n:
                 kept.add(factors[0])  # a result has fewer entries than an operand, or one of them more than others
+    # Slices of a dimension are contiguous: only its outermost factor can be cut.
     kept |= {factor for dims in names for factors in dims for factor in factors[1:]}
     numbers = {factor: k for k, factor in enumerate(sorted({f for dims in names for fs in dims for f in fs} - kept))}
+    # By ``(h w) c -> h w c``, a turn of h takes `w` entries of the operand's first dimension, and w itself is not cut.
     units = {
         (k, d): Fraction(math.prod(sizes[factor] for factor in factors[1:]))
         for k, dims in enumerate(names) for d, factors in enumerate(dims)
@@ -87,6 +89,7 @@ class _Arrays:
     def whole(self, i: int, p: Split | None) -> jax.ShapeDtypeStruct:
         """The type of an array with a sharding, as long as all its slices."""
         shape = self.avals[i].shape if p is None else p.shape(self.avals[i].shape)
+        # JAX's shardings divide evenly, so a padded dimension is shown to `partition` at its padded length.
         shape = tuple(size * self.mesh.size if p and d == p.dim else size for d, size in enumerate(shape))
         spec = PartitionSpec(*(self.axis if p and d == p.dim else None for d in range(len(shape))))
         return jax.ShapeDtypeStruct(shape, self.avals[i].dtype, sharding=NamedSharding(self.mesh, spec))

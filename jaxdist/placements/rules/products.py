@@ -34,6 +34,7 @@ def _product(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
         return None
     if any(jnp.issubdtype(ctx.block.avals[o].dtype, jax.dtypes.extended) for o in node.outs):
         return None  # picks from random keys
+    # Only slices that one collective makes of each other (`in_one_collective`): others would be gathered on the way.
     if ctx.infer.axis.name == GROUP or any(p.whole or p.is_padded(ctx.n) or not p.is_tile(ctx.n) for p in splits):
         return None
     (example,) = examples
@@ -128,6 +129,7 @@ def _heads(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy |
     along = a[p.dim], b[q.dim]
     if not heads or None in along or along[0] == along[1]:
         return None
+    # An operand that is split along heads already, as the scores are, stays so.
     factor = next((f for f in along if f in heads), heads[-1])
     assert factor is not None
     strategy = ctx.cut(node, ins, described, factor, tile(0, sizes[factor], ctx.n))

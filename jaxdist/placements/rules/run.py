@@ -25,6 +25,7 @@ def run_wide(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence
     narrow = device.block.avals[node.outs[0]].dtype
     dtype = wide(narrow)
     if node.name == "convert_element_type":
+        # Its parameter names the narrow dtype, which the sum gets once it is made.
         return [xs[0].astype(dtype)]
     if dtype != narrow:
         xs = [x.astype(dtype) if getattr(x, "dtype", None) == narrow else x for x in xs]
@@ -72,6 +73,7 @@ class Cut:
             shapes = enumerate(device.block.shapes(node.outs), len(xs))
             parts = [described.slices(k, factor, split, shape) for k, shape in shapes]
             return [x if part is None else repeat_last(device, x, part) for x, part in zip(results, parts, strict=True)]
+        # Every operand with the factor: ``0 * NaN`` is NaN, so to mask one of two factors of a product would not do.
         if split.is_padded(device.n):
             for k, dims in enumerate(described.operands):
                 if factor in dims and (described.masked is None or k in described.masked):
@@ -98,6 +100,7 @@ def repeat_last(device: DeviceContext, x: jax.Array, split: Split) -> jax.Array:
     """Fill the padding, which only the last device has, with its last real entry."""
     if not split.is_padded(device.n):
         return x
+    # Rules have checked that the last device has a real entry (`_has_all_devices`, `Factors.turns`).
     last = split.size - 1 - (device.n - 1) * split.chunk
     return jnp.where(device.real(split, x.ndim), x, lax.slice_in_dim(x, last, last + 1, axis=split.dim))
 
@@ -112,6 +115,7 @@ def identity(kind: str, dtype: np.dtype) -> complex | np.ndarray | np.generic:
         return np.invert(np.zeros((), dtype)) if kind == "and" else 0
     if jnp.issubdtype(dtype, jnp.inexact):
         beyond = np.asarray(-np.inf if kind == "max" else np.inf)
+        # Some floats of 8 bits have no infinity, and make NaN of it.
         if not np.isnan(beyond.astype(dtype)):
             return beyond
     limits = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)

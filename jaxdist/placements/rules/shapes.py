@@ -70,6 +70,7 @@ def _broadcast(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strate
         return ctx.by_factors(node, ins, described)
     if isinstance(p, (Replicated, Deferred)):
         return Strategy([None], [Deferred(p.const)], make=make_in_form)
+    # Sent before it is repeated, which makes it larger.
     return Strategy([REPLICATED], [Deferred()], make=make_in_form)
 
 
@@ -94,6 +95,8 @@ def _make_iota(device: DeviceContext, node: Node, target: Form) -> jax.Array:
 @special("concatenate", "slice", "split", "tile")
 def _in_blocks(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Join, take or repeat whole blocks of a batch: each device does so with its slices of them."""
+    # Two views of 8 examples, joined as in SimCLR over 2 devices: each joins its 4 and 4, which are no slice of 16 rows
+    # but Split(0, size=8, chunk=4, outer=2). Taking one view of these again sends nothing.
     splits, params = [p for p in ins if isinstance(p, Split)], node.eqn.params
     if not splits:
         return None
@@ -132,6 +135,7 @@ def _in_blocks(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strate
 def _reverse(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Reverse the batch: each device reverses its part, and the parts trade places."""
     p = ins[0]
+    # Reversed, padding would come first, in front of the last row.
     if not isinstance(p, Split) or p.dim not in node.eqn.params["dimensions"] or p.outer > 1 or p.is_padded(ctx.n):
         return None
     aval = ctx.block.avals[node.ins[0]]
@@ -146,6 +150,8 @@ def _reverse(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
 def _gathered(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Gather a split dimension over a different axis: each device gets its slice of each part."""
     p, params = ins[0], node.eqn.params
+    # Two parts of 8 rows over 4 devices, Split(size=8, chunk=2), become 16 rows, Split(size=8, chunk=2, outer=2). That
+    # sends over the other axis only: each device has 2 rows of each part.
     if not isinstance(p, Split) or p.dim != params["dim"] or p.outer > 1 or p.is_padded(ctx.n):
         return None
     if p.size * params["devices"] != params["size"]:
@@ -163,6 +169,7 @@ def _mark(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | 
     requested = params["role"] in ("requested", "state")
     dim = ctx.infer.choose(shape)
     if ctx.infer.level(node):
+        # A leaf stays in the slices that it comes in; a gradient is cut as the state is that the optimizer adds it to.
         if isinstance(p, Split) and p.of_state and (params["role"] != "gradient" or p.dim == dim):
             return Strategy([form(p)], [replace(p, requested=requested, whole=False)], _kept_for_later_axes)
         if dim is not None:
@@ -186,6 +193,7 @@ def _passed_on(ins: Sequence[Placement], run: Run) -> Strategy:
 
 
 def _kept_for_later_axes(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
+    # The pass over the last axis reads the marks, and `offload` after it where the gradients are ready.
     return device.bind(node, xs) if device.marks else xs
 
 
@@ -204,6 +212,7 @@ def _constrained_later(device: DeviceContext, node: Node, xs: list[jax.Array]) -
     if not device.marks:
         return xs
     with compat.context_of(node.eqn):
+        # A constraint may name several axes: each pass follows its own part.
         return [constraint_p.bind(xs[0], sharding=node.eqn.params["sharding"])]
 
 
@@ -232,6 +241,7 @@ def _count(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     def run(device: DeviceContext, node: Node, xs: list[jax.Array]) -> Sequence[jax.Array]:
         x = xs[0]
         if isinstance(in_form, Split) and in_form.is_padded(device.n):
+            # Padding is copies: a NaN in the last row would count several times.
             x = device.masked(x, in_form, 0)
         left = devices // device.n  # devices along the axes still to be placed
         counted = counts(x)[None] if left == 1 else count_p.bind(x, devices=left)
@@ -269,6 +279,7 @@ def _make_bits(device: DeviceContext, node: Node, target: Form) -> jax.Array:
     local, rank = target.shape(shape), len(shape)
     counter = jnp.zeros(local, jnp.uint32)
     for d in range(len(keys), rank):
+        # A padded row counts as the one that it copies, so it draws the same bits.
         index = device.positions(target).astype(jnp.uint32) if d == target.dim else lax.iota(jnp.uint32, local[d])
         counter += lax.broadcast_in_dim(index * jnp.uint32(math.prod(shape[d + 1 :])), local, (d,))
     first, second = (lax.broadcast_in_dim(data[..., w], local, range(len(keys))) for w in range(2))

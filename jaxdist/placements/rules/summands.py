@@ -30,6 +30,7 @@ def _goes_on(block: Block, node: Node) -> bool:
     following = block.next.get(node.outs[0])
     if following is None or block.uses[node.outs[0]] != 1:
         return False
+    # A weight with three uses has two additions in a row: left alone, each would add up its operands, and send twice.
     return node.backward and node.name in ADDITION and following.name in ADDITION
 
 
@@ -54,6 +55,7 @@ def passes(block: Block, node: Node, i: int, ins: Sequence[Placement]) -> bool:
             return False
     k = node.ins.index(i)
     if node.name == "scatter-add":
+        # Onto zeros only: anything else each device would add once.
         return k == 2 and is_zero(ins[0])
     if node.name == "pad":
         return k == 0 and is_zero(ins[1])
@@ -81,10 +83,13 @@ def linear(
         unreduced_axes = tuple(dict.fromkeys((*unreduced_axes, *node.eqn.params["axes"])))
         return Strategy([form(summands[0])], [Partial(gradient, added, unreduced_axes)], lambda device, node, xs: xs)
     takes_summand = partial
+    # Where the result is larger than the summand (a broadcast), to add up first sends less.
     size = max(a.size for a, is_summand in zip(avals, partial, strict=True) if is_summand)
     match node.name:
         case "convert_element_type":
             a, b = avals[0].dtype, out.dtype
+            # One device wraps a sum of integers before it widens it (uint8: 96, not 608); a narrower float rounds each
+            # summand.
             ok = _is_plain(a) and _is_plain(b) and jnp.promote_types(a, b) == b
         case "mul":
             ok = sum(partial) == 1 and _scales(ins[1 - partial.index(True)], out.dtype)
@@ -142,9 +147,11 @@ def is_zero(p: Placement) -> bool:
 
 def _scales(p: Placement, dtype: np.dtype, inverse: bool = False) -> bool:
     """Check whether a factor may scale each summand: it is known, and makes none overflow."""
+    # Integers round each summand in a division, 44 for 45. An unknown factor may be infinite, and ``0 * inf`` is NaN.
     if (number := _known(p)) is None or not jnp.issubdtype(dtype, jnp.inexact):
         return False
     if jnp.dtype(dtype).itemsize < 4 and dtype != jnp.bfloat16:  # the sum may have overflowed before
         return False
+    # Divided by 0, summands of both signs become inf and -inf, and their sum NaN.
     size = abs(number)
     return bool(np.isfinite(size) and (size >= 1 / _LARGE if inverse else size <= _LARGE))

@@ -40,6 +40,7 @@ class Infer:
         # The dimension along which to shard an array of a shape, or None: state is sharded along the last axis only.
         self.choose = (lambda shape: None) if inner_axes else choose
         self._choose_on_last_axis, self._level, self.link = choose, level, machine.link(axis)
+        # One jaxpr may run in both passes: shards are fetched in each, and only backward sums are gradients.
         self._blocks: dict[tuple[int, bool], tuple[Any, Block]] = {}
         self._placed: dict[Any, Propagation] = {}
         self._slices_wanted: dict[Block, dict[int, int]] = {}
@@ -128,6 +129,7 @@ class Infer:
         """Return the bytes of a whole value when it is resharded: with padding, in the type in which it is added."""
         split = placement if isinstance(placement, Split) else target
         shape = list(aval.shape)
+        # Slices are sent with their padding, summands without any.
         if isinstance(split, Split) and kind != "all-reduce":
             shape[split.dim] = split.rows * self.devices
         adds = isinstance(placement, Partial) and not placement.bits

@@ -42,6 +42,7 @@ class Marks:
 
     def cuts(self, shapes: Sequence[tuple[int, ...]], devices: int) -> list[Cut | None]:
         """Return each input's cut (by its shape), or None if it stays whole."""
+        # By shape: a parameter, its gradient and its moments meet entry by entry, so they are cut alike.
         sliced = {shapes[i] for i in self.sliced}
         return [
             choose(shape, devices, (0,) if shape in sliced else ()) if i in self.sharded else None
@@ -78,8 +79,10 @@ def _in_bodies(infer: Inference, node: Node, args: Sequence[_From | None], colle
     """Follow inputs through bodies; keep sources that all branches agree on and no turn changes."""
     every = []
     for body in bodies(node.eqn):
+        # A loop's condition marks nothing, and none of its outputs is a result.
         if not body.outs:
             continue
+        # A loop over stacked layers takes one layer in each turn: cut along dimension 0, a single device would have it.
         collected.sliced |= {a.index for k in body.xs if (a := args[body.ins[k]])}
         sources = [None if k in body.xs else args[i] for k, i in enumerate(body.ins)]
         outs = _follow(infer, infer.block(body.closed, node.backward), sources, collected)
@@ -144,8 +147,10 @@ def slices_wanted(infer: Inference, block: Block) -> dict[int, int]:
         elif node.name in ("reshape", "squeeze"):
             old, new = (block.avals[i].shape for i in (node.ins[0], node.outs[0]))
             operand = reshaped(infer.shard(dim, new[dim]), new, old)
+            # Other slices than these no reduce-scatter makes: the sum would be made whole.
             if operand is not None and operand.is_tile(infer.devices):
                 dims.setdefault(node.ins[0], operand.dim)
+        # Of operands of another shape, such as a rate or a norm, each device needs all.
         elif is_elementwise(node.eqn.primitive) or node.name == "jaxdist_all_reduce":
             shape = block.avals[node.outs[0]].shape
             for i in (i for i in node.ins if block.avals[i].shape == shape):

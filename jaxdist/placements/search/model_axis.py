@@ -79,6 +79,8 @@ class _Classes:
         for o, k in zip(block.outputs, sources, strict=True):
             if k is not None:
                 self._same(block, o, block, block.inputs[k])
+        # Of ``tanh(x @ a) @ b``, the columns of `a` and the rows of `b` are one class, the hidden features: cut
+        # together, they need one all-reduce, of the result. The rows of `a`, cut alone, need one before `tanh`.
         members: dict[Dimension, list[Member]] = {}
         for k in state:
             aval = block.avals[block.inputs[k]]
@@ -161,6 +163,7 @@ def _price(
     wants = [form(ins[k]) if k is not None and k in in_state else REPLICATED for k in sources]
     try:
         placed = propagate(infer, block, ins).returning(infer, wants)
+    # An operation that refuses these slices makes the layout impossible, and not the step.
     except StepError:
         return math.inf
     held = sum(nbytes(avals[k]) / (n if k in cuts else 1) for k in state)
@@ -171,6 +174,8 @@ def _near(on: frozenset[Class], group: frozenset[Class]) -> list[frozenset[Class
     """Return the layouts one step away: without the group; or with it, added to or instead of others of its leaves."""
     if group <= on:
         return [on - group]
+    # Instead of others in one step, as from a kernel's columns to its rows: on the way it would be whole, which costs
+    # more, and the descent would end there.
     leaves = {k for tied in group for k, _ in tied}
     return [on | group, frozenset(tied for tied in on if leaves.isdisjoint(k for k, _ in tied)) | group]
 
@@ -187,6 +192,7 @@ def _cuts(classes: Iterable[Class]) -> dict[int, int]:
 def _by_layer(classes: Sequence[Class], block: Block, names: Sequence[str]) -> list[frozenset[Class]]:
     """Group corresponding classes of several layers; a group has at most one class per leaf."""
     groups: list[tuple[frozenset[tuple[str, tuple[int, ...], int]], list[Class], set[int]]] = []
+    # ``layers[0]['w']`` and ``layers[1]['w']`` are both ``layers[#]['w']``: cut alike, without a try for each layer.
     leaf = [(re.sub(r"\d+", "#", name), block.avals[i].shape) for name, i in zip(names, block.inputs, strict=True)]
     for tied in classes:
         what = frozenset((*leaf[k], dim) for k, dim in tied)

@@ -49,6 +49,7 @@ def best(
         return known[on][0]
 
     switches = [On({k}) for k in range(len(groups))]
+    # From all switched as well: options that pay off only together are not found one at a time.
     start = min(On(), On().union(*switches), key=value)
     return known[descend(start, switches, lambda on, group: [on ^ group], value)][1]
 
@@ -108,6 +109,7 @@ def _groups(infer: Inference, default: Propagation) -> list[Choice]:
     classes, block = UnionFind[Hashable](), default.block
     alternatives = [(node, strategy.name) for node, strategy in default.alternatives if strategy.name != CONSTRAINT]
     for node, name in alternatives:
+        # With the name of the alternative: one that sends examples and one that sends heads are independent questions.
         for tie in (*_ties(block, node), (node.name, node.line, *block.shapes(node.ins))):
             classes.tie((id(node), name), (name, tie))
     groups: dict[Hashable, dict[int, str]] = {}

@@ -5,6 +5,7 @@ from jaxdist.placements.model.values import REPLICATED, Form, Partial, Split
 from jaxdist.placements.rules.run import run_as_is
 from jaxdist.placements.rules.summands import passes
 
+# `least` calls itself for each of them, and Python limits how deep calls go.
 _DEEPEST = 100  # operations in a row that are followed from a sum
 
 
@@ -18,6 +19,7 @@ def used_in_slices(infer: Inference, placed: Propagation) -> dict[int, Split]:
         for i, placement in zip(node.outs, strategy.out_placements, strict=True):
             split = used.get(i) if isinstance(placement, Partial) else None
             if isinstance(split, Split) and split.is_tile(infer.devices):
+                # A reduce-scatter then sends half of what an all-reduce does.
                 slices[i] = split
         # Work that is repeated on the way can be cut too.
         split = used.get(node.outs[0]) if strategy.run is run_as_is and len(node.outs) == 1 else None

@@ -143,6 +143,7 @@ def _cheapest(musts: Sequence[Work], others: Sequence[tuple[Work, float]], n: in
 def _assigned(works: Sequence[Work], n: int, link: Link) -> tuple[float, list[int]]:
     """Return the seconds of all, and the owner of each: the largest first, to the least loaded (Graham, 1969)."""
     devices, owners = [(0.0, i) for i in range(n)], [0] * len(works)
+    # The sort is stable and the heap compares positions last: equal matrices have the same owners on every rank.
     for k in sorted(range(len(works)), key=lambda k: -works[k].seconds):
         load, owners[k] = heapq.heappop(devices)
         heapq.heappush(devices, (load + works[k].seconds + works[k].sent / link.bandwidth, owners[k]))
@@ -206,6 +207,7 @@ def _rewritten(block: Block, works: Sequence[Sequence[Work]]) -> Block:
         groups[id(first)] = Owned(eqn, ins, outs, first.backward, first.calls, group)
     nodes = [groups.get(id(n), n) for n in block.nodes if id(n) in groups or id(n) not in owned]
     maker = {o: k for k, node in enumerate(nodes) for o in node.outs}
+    # Of the operations that are ready, the earliest in the program is next: the order changes only where it must.
     order = TopologicalSorter({k: {maker[i] for i in n.ins if i in maker} for k, n in enumerate(nodes)})
     order.prepare()
     ready: list[int] = []

@@ -56,6 +56,7 @@ def _owners(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     by_owner: dict[int, list[Work]] = {}
     for work in node.works:
         by_owner.setdefault(cast(int, work.owner), []).append(work)
+    # Owners work side by side: the step takes as long as the one with most to do.
     busiest = max(by_owner.values(), key=lambda works: sum(work.seconds for work in works))
     arriving = {i: target for i, target in zip(node.ins, in_forms, strict=True) if isinstance(target, Split)}
     leaving = dict(zip(node.outs, out_placements, strict=True))
@@ -131,6 +132,7 @@ class _Parcels:
             ends: dict[str, int] = {}
             for i in values:
                 shape, dtype = types[i]
+                # By the dtype on the wire: float16 and bfloat16 are both sent as uint16, in one message.
                 key = exchange.bits(jnp.zeros((), dtype))[0].dtype.name
                 self._places.setdefault(owner, []).append((i, key, ends.get(key, 0)))
                 ends[key] = ends.get(key, 0) + math.prod(shape)
