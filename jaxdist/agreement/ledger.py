@@ -60,7 +60,7 @@ class Ledger:
         return self._context.watchdog.failed or asked or not self._foreseen(entry)
 
     def check_all_here(self, step: str) -> None:
-        """Nobody has left who should come to the next call, of this step."""
+        """Raise an error if a rank has left that is needed for the next call, of this step."""
         for rank, count in list(self._control.left.items()):
             if count <= self.count:
                 raise RuntimeError(self._missing(rank, count, f"step {step!r}"))

@@ -93,7 +93,7 @@ class PlacedStep:
 
     @functools.cached_property
     def unreturned(self) -> set[int]:
-        """The leaves of the state of whose structure the step returns nothing."""
+        """State leaves with no matching result."""
         return set(self.signature.state).difference(self.step.sources)
 
     @functools.cached_property
@@ -191,7 +191,7 @@ class PlacedStep:
         return {name: cut.dim for name, layout in layouts if layout and (cut := layout.by(MODEL))}
 
     def padding(self) -> str:
-        """Return what it costs that the devices do not divide the batch, or ""."""
+        """Describe the padding added if the devices do not divide the batch, or return ""."""
         devices, sizes = data_size(self.mesh), {self.avals[i].shape[0] for i in self.signature.batch}
         rows = sizes.pop() if len(sizes) == 1 else 0
         if not (pad := -rows % devices):

@@ -78,8 +78,8 @@ class TracedStep(StepJaxpr):
     groups: int  # of devices, each with all of the state
     marks: Marks  # of `jaxdist.zero`
     layouts: tuple[Layout | None, ...]  # how the step wants each argument to be kept
-    sources: tuple[int | None, ...]  # for each output the argument of its structure, like which it is kept, or None
-    returned_as_often: frozenset[int]  # the arguments of whose structure there are as many results as arguments
+    sources: tuple[int | None, ...]  # for each output, the argument whose layout it reuses, or None
+    returned_as_often: frozenset[int]  # arguments whose structure occurs as often among the results
 
 
 A = ParamSpec("A")
@@ -238,7 +238,7 @@ def jaxpr_of(
 
 @dataclass(frozen=True)
 class _Argument:
-    """The types of an argument's leaves, of which JAX makes the argument: as under `jax.jit` out of tracers alone."""
+    """The types of an argument's leaves: JAX rebuilds the argument from tracers, as `jax.jit` does."""
 
     tree: TreeDef
     types: Sequence[Leaf]  # tracers, once JAX has flattened it

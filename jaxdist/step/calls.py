@@ -95,6 +95,7 @@ class Calls:
         self.cache.clear()
         self._latest.clear()
         self._cached.clear()
+        self._proven.clear()
 
     def run(self, args: Args, keywords: tuple[str, ...], pinned: Pinned | None = None) -> PyTree:
         """The result of a call: its program, known or new, on its arguments, once they are on the mesh."""
@@ -118,9 +119,9 @@ class Calls:
             cached, leaves = self._agreed(name, arguments, pinned, other.total)
         # Here ranks have agreed on the call, so all of them compare its program, or none does: it takes all.
         if self._settings.verify and cached.program not in self._proven:
-            self._proven.add(cached.program)
             placed = cached.program.placed
             require_equal(name.step, self.placer, placed, placed.signature.data(leaves))
+            self._proven.add(cached.program)
         program = cached.program if pinned is None else pinned.program
         state, batch = cached.arguments(leaves, self.placer)
         result, counts = self._run(name, cached.entry, program, state, batch)
@@ -130,7 +131,7 @@ class Calls:
     def _next_name(self) -> CallName:
         """Name the next call."""
         if not self._named:
-            # Two steps may be of one name. They are told apart by their first calls, whose order is that of all ranks.
+            # Two steps may share a name. They are told apart by their first calls, whose order is that of all ranks.
             count = next(_names.setdefault(self._name, itertools.count()))
             self._name, self._named = self._name + f"#{count}" * bool(count), True
         # A call that failed before it sent anything does not count: the next one has its number.

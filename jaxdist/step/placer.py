@@ -101,7 +101,7 @@ class Placer:
             )
 
     def _check_rows(self, name: str, x: Leaf) -> None:
-        """Refuse a part of the batch that has more or fewer rows than this process is to pass."""
+        """Refuse a part of the batch that has the wrong number of rows for this process."""
         total = self.logical_batch(x).shape[0]
         if self.process_count == 1 or spans(x) or np.shape(x)[0] == self.share.size(total):
             return

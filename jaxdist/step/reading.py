@@ -99,7 +99,7 @@ class Reader:
 
         The step returns its state. To know that, it must be traced, and to trace it, the call must be read:
 
-        1. It is traced once in the reading that is right for sure, or likely (`_returned`).
+        1. It is traced once with the reading that is certain, or else most likely (`_returned`).
         2. `batch_of` takes what that returns into account.
         3. A state may have the batch's length by chance. Then the first reading (`_readings`) in which the step can be
            traced is taken; such a state, read as the batch, prevents that:
@@ -232,7 +232,7 @@ def _readings(candidates: Sequence[int], certain: Sequence[int]) -> list[Sequenc
     readings.append(candidates)
     readings += [candidates[k:] for k in range(1, len(candidates))]
     readings += [candidates[:-k] for k in range(1, len(candidates))]
-    return readings
+    return list(dict.fromkeys(map(tuple, readings)))
 
 
 def _with_entries(positions: Sequence[int], leaves: Sequence[Leaf]) -> list[int]:

@@ -89,6 +89,11 @@ def test_of_custom_partitioning(name: str, on: On) -> None:
     assert sent(RULES[name], W, X, on=on) == set()
 
 
+def test_a_partition_of_a_value_that_is_whole_as_well() -> None:
+    doubled = partitioned(lambda x: 2 * x, "i j -> i j")
+    check(lambda w, x: (w, doubled(jnp.sort(x, axis=0))), W, X[:8], on=4)
+
+
 def test_what_a_partition_divides_stays_a_kernel_for_the_next_axis() -> None:
     """By its own rule: what is inside does not divide along rows."""
     kernel = partitioned(lambda x: jnp.sort(x, 0) - jnp.sort(x, 0) + 2 * x, "i j -> i j")

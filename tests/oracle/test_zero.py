@@ -69,6 +69,15 @@ def test_state_with_exactly_the_leaves_of_the_parameters_is_kept_in_shards(tx: A
     assert keeps(params) == WHOLE
 
 
+def test_gradients_behind_a_barrier_are_cut_each_by_its_shape() -> None:
+    tx = jaxdist.zero(ADAM, 2)
+    behind = tx._replace(update=lambda g, *rest: tx.update(lax.optimization_barrier(g), *rest))
+    params = {"b": jnp.ones(3), "u": jnp.ones((8, 4)), "w": jnp.ones((4, 8))}
+    loss = lambda p, x: jnp.mean((x[:, :8] @ p["u"] @ p["w"] + p["b"].sum()) ** 2)
+    batch = np.random.default_rng(0).normal(size=(16, 8))
+    check_steps(train_step(loss, behind), state_of(behind, params), [batch], on=4, plain=train_step(loss, ADAM))
+
+
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_what_a_level_keeps_in_shards(level: Any) -> None:
     tx = jaxdist.zero(ADAM, level)

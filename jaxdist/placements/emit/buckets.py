@@ -24,7 +24,7 @@ from jaxdist.mesh import Axis
 from jaxdist.placements.model.values import aval_of
 
 FUSED = {all_reduce_p, reduce_shard_p, gather_shards_p}
-_RESULTS = 4  # gathered results stay in memory in any case: as many times the bytes are sent together
+_RESULTS = 4  # gathered results stay in memory anyway, so their buckets may be this many times larger
 _MANY = 8  # number of pieces in a bucket from which `_pieces_of_one_kernel` pays off
 # ``unpack(x, sizes)``: pieces of x along its last dimension
 _Unpack = Callable[[jax.Array, Sequence[int]], list[jax.Array]]

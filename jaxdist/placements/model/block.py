@@ -91,6 +91,7 @@ class UnionFind(Generic[T]):
         self._up[self.of(a)] = self.of(b)
 
 
+_KEEPS_ZERO = {"broadcast_in_dim", "convert_element_type", "reshape"}
 _SAME = SHAPE_ONLY | {"convert_element_type"}
 # More than summands may pass: `summands.linear` decides that, `added` only that nothing else needs the sum at once.
 _SUMS = ADDITION | LINEAR | {"sub", "convert_element_type"}
@@ -167,6 +168,12 @@ class Block:
             known = node.name not in _DRAWS or compat.draws_by_key(self.avals[node.ins[0]].dtype)
             node.described.append(factors.factors(node.eqn.primitive, node.eqn.params, *shapes) if known else None)
         return node.described[0]
+
+    def is_zero(self, i: int) -> bool:
+        """Check whether the program says that each entry of a value is 0."""
+        while i not in self.numbers and (maker := self.makers.get(i)) and maker.name in _KEEPS_ZERO:
+            i = maker.ins[0]
+        return i in self.numbers and bool(self.numbers[i] == 0)
 
     def new(self, aval: Aval) -> int:
         """Add a value, and return its number."""

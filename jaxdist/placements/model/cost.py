@@ -33,13 +33,13 @@ _PRODUCTS = {"ragged_dot_general", "scaled_dot", "scaled_matmul", "scaled_matmul
 _NOT_ENTRYWISE = {*CONTRACTION, *_FACTORIZATION, *_KERNELS, *_ATTENTION, *_PRODUCTS, "ffi_call"}
 
 
-def cost(placed: Propagation, infer: Inference, examples: int = 1, memory: bool = True) -> float:
+def cost(placed: Propagation, infer: Inference, batch_devices: int = 1, memory: bool = True) -> float:
     """Estimate a device's seconds for a placed step: computing, sending, and waiting for messages."""
-    # Other axes divide the examples among `examples` devices: each computes and sends its share of the activations, but
+    # Other axes divide the examples among `batch_devices`: each computes and sends its share of the activations, but
     # all that is sent of the state.
-    link, total = infer.link, seconds(placed, infer.axis.machine, memory) / examples
+    link, total = infer.link, seconds(placed, infer.axis.machine, memory) / batch_devices
     for message, times in placed.sent():
-        total += times * link.seconds(message.kind, message.bytes) / (1 if message.of_state else examples)
+        total += times * link.seconds(message.kind, message.bytes) / (1 if message.of_state else batch_devices)
         total += times * (link.stall if message.waited_for else link.latency)
     return total
 

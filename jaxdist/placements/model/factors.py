@@ -39,7 +39,7 @@ class Factors:
     reduced: Mapping[int, str] = field(default_factory=dict)  # by factor, "sum", "max", "min", "or" or "and"
     onto: int | None = None  # the operand to which the reduction is added, which must count once
     masked: tuple[int, ...] | None = None  # operands whose padding must not count, or None for all that have the factor
-    counts_padding: bool = False  # a reduction takes results of padding, regardless of its values
+    counts_padding: bool = False  # padding counts in a reduction even if masked
     params: Callable[[Params, int, Split], Params] | None = None  # (parameters, factor, its slices) -> those on slices
     # by array (the operands, then the results) and dimension, the entries that a turn of its factor takes, if not one
     units: Mapping[tuple[int, int], Fraction] = field(default_factory=dict)

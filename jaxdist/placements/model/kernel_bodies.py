@@ -62,7 +62,7 @@ def why_dependent(params: Params, axis: int, kept: Collection[int], is_sum: bool
         if name == "program_id" and not is_sum and visible[eqn.params["axis"]] == axis:
             yield f"the kernel reads program_id({eqn.params['axis']})"
         if others := {type(effect).__name__ for effect in eqn.effects} - _EFFECTS:
-            yield f"the kernel's {name} has an effect ({others.pop()})"
+            yield f"the kernel's {name} has an effect ({min(others)})"
         if any(word in name for word in _ACROSS):
             yield f"the kernel uses {name}"
     operands = mapping.num_index_operands + mapping.num_inputs
@@ -131,7 +131,7 @@ def _writes_first(
     return True
 
 
-# A program, its operands, and the inputs that are others in each turn of a loop.
+# A program, its operands, and the inputs that change per iteration.
 _Program = tuple[ClosedJaxpr, Sequence[Any], Sequence[int]]
 
 
@@ -236,7 +236,7 @@ class _Sums:
             place = [v for v in operands if places.get(v) == self.axis or self.axis in first.get(v, ())]
             if name == "program_id":
                 places[eqn.outvars[0]] = self.visible[eqn.params["axis"]]
-            elif name == "eq" and operands[0] in places and _is_zero(eqn.invars[1], {}):
+            elif name == "eq" and operands and operands[0] in places and _is_zero(eqn.invars[1], {}):
                 first[eqn.outvars[0]] = frozenset({places[operands[0]]})
             elif name in ("and", "convert_element_type") and {*operands} <= first.keys() and operands == eqn.invars:
                 first[eqn.outvars[0]] = frozenset[int]().union(*(first[v] for v in operands))

@@ -299,7 +299,7 @@ class RuleContext:
     def _price(self, node: Node, ins: Sequence[Placement], factor: int, strategy: Strategy) -> tuple[float, int, int]:
         """Return the bytes that a device sends for a cut, and what decides among equals.
 
-        Bytes, not seconds as in `cost`: each cut of an operation computes as much, and a message is one of either.
+        Bytes, not seconds as in `cost`: all cuts do the same work with one message each.
         """
         avals, link, run = self.block.avals, self.infer.link, strategy.run
         assert isinstance(run, Cut)

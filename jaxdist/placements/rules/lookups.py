@@ -27,7 +27,6 @@ from jaxdist.placements.model.values import (
 )
 from jaxdist.placements.rules.context import RuleContext, special
 from jaxdist.placements.rules.run import run_as_is
-from jaxdist.placements.rules.summands import is_zero
 
 _MODES = {
     lax.GatherScatterMode.CLIP, lax.GatherScatterMode.FILL_OR_DROP, lax.GatherScatterMode.PROMISE_IN_BOUNDS
@@ -219,7 +218,8 @@ def _counts(ctx: RuleContext, i: int) -> int | None:
         below = ctx.block.makers.get(node.ins[0])
         if below is None or below.name != "lt" or below.ins[0] != node.ins[1]:
             return None
-        return _counts(ctx, node.ins[1]) if is_zero(ctx.placements[below.ins[1]]) else None
+        # Of the block, not of a placement: that of a value that is no operand is not in the key of the strategies.
+        return _counts(ctx, node.ins[1]) if ctx.block.is_zero(below.ins[1]) else None
     if node.name in ("broadcast_in_dim", "reshape") and len(node.ins) == 1:
         d, old = _counts(ctx, node.ins[0]), ctx.block.avals[node.ins[0]].shape
         if d is None:

@@ -36,7 +36,7 @@ Carried = tuple[Sequence[Placement], Propagation]  # a loop's carries, and its b
 
 
 def join(a: Placement, b: Placement) -> Placement:
-    """Return the placement, of the order that `_carried` shows, that is far enough down it to hold both values.
+    """Return the strongest placement in the order of `_carried` that can hold both values.
 
     Of two splits of the batch that differ the first wins.
     """
@@ -120,7 +120,7 @@ def _with_constants(
 ) -> tuple[Sequence[Placement], Carried]:
     """Place a loop, and gather before it what its iterations would gather anew, if that costs less.
 
-    An iteration holds the largest of these whole in any case. The loop may hold twice as much: a recurrent layer's
+    Each iteration gathers the largest of these anyway. The loop may hold twice as much: a recurrent layer's
     weights, but not, at level 3 of ZeRO, the parameters of a model that takes several microbatches.
 
     Args:

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -114,6 +114,8 @@ def _partitioned(ctx: RuleContext, node: Node, slices: Slices) -> Strategy | Non
     """Return the strategy that the kernel's ``partition`` gives for these slices, or None if it gives none."""
     if any(p is not None and p.outer > 1 for p in slices):
         return None
+    # A value that is whole here, too, is cut for the kernel, and its results are slices alone.
+    slices = tuple(p and replace(p, whole=False, requested=False) for p in slices)
     params, axis, n = node.eqn.params, ctx.infer.axis, ctx.n
     ins, outs, static = params["in_tree"], params["out_tree"], params["static_args"]
     mesh = AbstractMesh((n,), (axis.name,))

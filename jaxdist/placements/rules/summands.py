@@ -107,7 +107,7 @@ def linear(
             # A term added to a gradient must not lose digits on the wire for it.
             gradient = gradient and all(partial[k] or is_zero(ins[k]) for k in terms)
         case name:
-            ok = name in LINEAR | ACROSS and out.size <= size and not any(partial[1:])  # not in where a slice starts
+            ok = name in LINEAR | ACROSS and out.size <= size and not any(partial[1:])  # a start index is no summand
     if not ok and sum(partial) == 1 and (i := node.ins[partial.index(True)]) in later:
         ok = passes(block, node, i, ins)  # the search tries the cost of adding up later
     if unreduced_axes:  # other operands may differ across those axes' devices: a position, a slice, a mask

@@ -139,6 +139,10 @@ def slices_wanted(infer: Inference, block: Block) -> dict[int, int]:
             if dim is not None and node.eqn.params["role"] != "requested" and infer.level(node) > 0:
                 dims.setdefault(node.ins[0], dim)
             continue
+        if node.name == "optimization_barrier":  # each result is its operand, and they differ in shape
+            for i, o in zip(node.ins, node.outs, strict=True):
+                dims.update({i: dims[o]} if o in dims else {})
+            continue
         dim = next((dims[o] for o in node.outs if o in dims), None)
         if dim is None:
             continue

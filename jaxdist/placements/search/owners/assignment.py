@@ -114,7 +114,7 @@ def _chosen(
         must = infer.split == "owners" or any(id(node) in unsliceable for node in work.component.nodes)
         slices = sum(on_slices[id(node)] for node in work.component.nodes)
         if not must and (work.seconds + work.sent / link.bandwidth) / n + 2 * link.latency >= slices:
-            continue  # it would not pay even if all devices were as busy: an n-th of it, there and back
+            continue  # not worthwhile even with perfect balance: 1/n of the work, plus the way there and back
         # Of a stack of 12 matrices 4 devices take 3 each, if that is hardly more work than all 12 at once (`_SLACK`),
         # or if its one owner would have more to do than its share of everything.
         stack = _stack(infer, placed, work.component)
