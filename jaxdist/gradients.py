@@ -185,12 +185,12 @@ def _wide(dtype: Any) -> Any:
 
 
 def _check_last(args: Sequence[Any], differentiated: set[int]) -> None:
-    """Refuse to take the last argument for the batch where a different one looks more like it."""
+    """Refuse to take the last argument alone for the batch where a different one looks as much like it."""
     lengths = [{jnp.shape(x)[0] if jnp.ndim(x) else None for x in jax.tree.leaves(a)} for a in args]
     sizes = [s.pop() if len(s) == 1 else None for s in lengths]
     last = sizes[-1]
     for i, size in enumerate(sizes[:-1]):
-        if i not in differentiated and size is not None and last is not None and size > last:
+        if i not in differentiated and size is not None and last is not None and size >= last:
             raise ValueError(
                 f"argument {i} has {size} entries along its first dimension, and the last one {last}: which is the "
                 f"batch that microbatches splits? batch_argnums={i}, {len(args) - 1} or ({i}, {len(args) - 1}) says so"

@@ -173,4 +173,7 @@ def _is_number(leaf: Leaf, x: Any) -> bool:
     """Check whether one is a number, and the other a 0-d array that a step made of it."""
     if type(x) in PYTHON and leaf.kind == f"{leaf.dtype}[]":
         return np.dtype(leaf.dtype).kind == np.asarray(x).dtype.kind
-    return leaf.dtype == "" and type(x) not in PYTHON and kind_of(x) == kind_of(np.asarray(leaf.value))
+    if leaf.dtype or type(x) in PYTHON:
+        return False
+    value = np.asarray(leaf.value)
+    return kind_of(x) in (kind_of(value), kind_of(value.astype(jax.dtypes.canonicalize_dtype(value.dtype))))

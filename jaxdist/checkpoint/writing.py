@@ -71,6 +71,8 @@ def _at_exit(ctx: Context) -> None:
     import orbax.checkpoint  # noqa: F401
 
     def end() -> None:
+        if not ctx.control.is_owner():  # a forked child, in which no thread writes
+            return
         try:
             await_pending()
         except BaseException as error:

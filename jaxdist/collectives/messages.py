@@ -48,16 +48,18 @@ class Messages:
         return jax.tree.unflatten(structure, jax.device_put(arrays))
 
     def _get(self, source: int, what: str) -> Message:
-        ctx, is_own = self._ctx, source == self._ctx.rank
-        name, end = self._name("recv", source), time.monotonic() + ctx.timeout
+        ctx, is_own, end = self._ctx, source == self._ctx.rank, time.monotonic() + self._ctx.timeout
+        name = self._name("recv", source)
+        self._counts["recv", source] -= 1  # until the message is here: a signal may end the wait
         while True:
             left = source in ctx.control.left  # known before the look that finds nothing
             try:
-                return ctx.control.take(name, source, 0.0 if is_own else _LOOK)
+                message = ctx.control.take(name, source, 0.0 if is_own else _LOOK)
+                self._counts["recv", source] += 1
+                return message
             except queue.Empty:
                 if not is_own and not left and time.monotonic() < max(end, ctx.control.held_until):
                     continue
-            self._counts["recv", source] -= 1
             if is_own:
                 raise ValueError(f"rank {source}: recv from itself, but nothing was sent: call send first")
             why = "has left, and sent nothing" if left else f"sent nothing within {ctx.timeout:g} s"

@@ -25,7 +25,7 @@ from jaxdist.placements.model.strategy import Propagation
 from jaxdist.placements.model.values import REPLICATED, Form, Placement, Split, form, tiles
 from jaxdist.placements.report import worth_splitting
 
-_GATHERED_AT_ONCE = 64  # at most this fraction of the sharded state (1 / 64), to send fewer messages
+_STATE_PER_GATHER = 64  # at most this fraction of the sharded state (1 / 64), to send fewer messages
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +107,7 @@ class PlacedStep:
         # Messages of one kind are joined up to a size: gradients by the user's option, gathered state by what it may
         # take of a device's memory at once.
         state = [self.avals[i] for i in self.signature.state if self.layouts[i]]
-        gathered_bytes = sum(aval.size * aval.dtype.itemsize for aval in state) // _GATHERED_AT_ONCE
+        gathered_bytes = sum(aval.size * aval.dtype.itemsize for aval in state) // _STATE_PER_GATHER
         # XLA for CPUs drops barriers before it schedules: there `Fuse` delays gathers in another way.
         barriers = not self.step.infer.axis.machine.kind.is_cpu
         fused = Fuse(self.bucket_bytes, self.axes, gathered_bytes, barriers=barriers)(closed)

@@ -18,6 +18,7 @@ from jax import lax
 
 P = 2**31 - 1
 H = P // 2
+NAN = 12345678
 INFINITY = 0x3C6EF372  # no number that programs name often: H is -1 / 2
 _BITS = np.array([(P - 2) >> k & 1 for k in range(31)])
 
@@ -174,8 +175,13 @@ def embedded(value: Any) -> Any:
     shift = (exponent.astype(np.int64) - 53) % 31
     high, low = np.divmod((mantissa * 2.0**53).astype(np.int64), 1 << 31)
     out = ((high + low) % P * (1 << shift)) % P
-    special = np.where(np.isposinf(value), INFINITY, np.where(np.isneginf(value), P - INFINITY, 12345678))
+    special = np.where(np.isposinf(value), INFINITY, np.where(np.isneginf(value), P - INFINITY, NAN))
     return np.where(np.isfinite(value), out, special).astype(np.uint32)
+
+
+def is_finite(x: Any) -> Any:
+    """Check which numbers a program has not named as infinite or NaN."""
+    return (x != INFINITY) & (x != P - INFINITY) & (x != NAN)
 
 
 def ordered(order: Any, x: Any) -> Any:

@@ -1,18 +1,19 @@
 """The rules of `jaxdist.proof.evaluate`: (evaluator, equation, operands) -> results."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal
 
 from jaxdist import compat
 from jaxdist.placements.model.values import aval_of
 from jaxdist.proof import field
+from jaxdist.proof.control_flow import cond, scan, while_
 from jaxdist.proof.evaluate import (
     OF_ANY,
     RULES,
@@ -26,10 +27,6 @@ from jaxdist.proof.evaluate import (
     unchecked,
 )
 from jaxdist.proof.field import Number, Pair
-
-# Turns of a loop that ends by floats, and of others, whose number may have been made of floats: in the field that might
-# be any.
-_LONGEST = 32, 1 << 16
 
 
 def _moved(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
@@ -87,6 +84,8 @@ def _gather(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
 def _scattered(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     operand, indices, updates = xs
     kind = eqn.primitive.name.replace("-", "_")
+    if kind == "scatter" and eqn.params["update_jaxpr"] is not None:  # ``x.at[i].apply(f)``
+        raise unchecked(eqn, " with a function")
     if kind == "scatter_mul" and not eqn.params["unique_indices"]:
         raise unchecked(eqn, " of indices that may repeat")
     same = {k: eqn.params[k] for k in ("indices_are_sorted", "unique_indices", "mode")}
@@ -139,13 +138,14 @@ def _contracted(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]
 
 
 def _fft(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
-    """A sum of products with a table: which one does not matter, since both programs transform the same dimensions."""
+    """A sum of products with a table, one for each direction: both programs transform the same dimensions."""
     (x,), aval, lengths = xs, aval_of(eqn.outvars[0]), eqn.params["fft_lengths"]
+    root = "inverse root" if eqn.params["fft_type"].name.startswith("I") else "root"
     for k, n in enumerate(lengths):
         d = aval.ndim - len(lengths) + k
         rows, columns = jax.tree.leaves(x)[0].shape[d], aval.shape[d]
         places = np.arange(rows)[:, None] * np.arange(columns) % n
-        table = Pair(*(field.positions(f"root {part} {n}", (n,))[places] for part in Pair._fields))
+        table = Pair(*(field.positions(f"{root} {part} {n}", (n,))[places] for part in Pair._fields))
         x = field.product(lambda a, b, d=d: jnp.moveaxis(jnp.tensordot(a, b, ((d,), (0,))), -1, d), x, table)
     return [x if is_complex(aval) else x.real]
 
@@ -159,9 +159,14 @@ def _converted(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
         return [x != 0 if after.dtype == bool else x.astype(after.dtype)]
     if not is_float(before):
         x = field.fold(field.wide(x))
-    elif e.strict and jnp.finfo(after.dtype).bits < jnp.finfo(before.dtype).bits:
+    elif e.strict and _is_narrower(after.dtype, before.dtype):
         x = narrowed(str(after.dtype), x)
     return [_complex(x) if is_complex(after) else x.real if isinstance(x, Pair) else x]
+
+
+def _is_narrower(dtype: Any, other: Any) -> bool:
+    a, b = jnp.finfo(dtype), jnp.finfo(other)
+    return a.nmant < b.nmant or a.maxexp < b.maxexp
 
 
 def _is_small(x: Number) -> Any:
@@ -211,63 +216,6 @@ def _solved(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     return [field.product(apply, matrix, b)]
 
 
-def _cond(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
-    index, *operands = xs
-    branches = [lambda *xs, branch=branch: e.run(branch, xs) for branch in eqn.params["branches"]]
-    return lax.switch(index.astype(jnp.int32), branches, *operands)
-
-
-def _scan(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
-    params, (consts, carries) = eqn.params, compat.scan_split(eqn.params)
-    constant, carry, rest = xs[:consts], list(xs[consts : consts + carries]), list(xs[consts + carries :])
-
-    def turn(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = e.run(params["jaxpr"], [*constant, *carry, *x])
-        return out[:carries], out[carries:]
-
-    carry, made = lax.scan(turn, carry, rest, length=params["length"], reverse=params["reverse"])
-    return [*carry, *made]
-
-
-def _while(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
-    params = eqn.params
-    first, second = params["cond_nconsts"], params["body_nconsts"]
-    tested, constant, start = xs[:first], xs[first : first + second], list(xs[first + second :])
-    longest = _LONGEST[0 if _ends_by_floats(params, len(start)) else 1]
-
-    def goes_on(state: tuple[Any, list[Any]]) -> Any:
-        goes_on = jnp.any(e.run(params["cond_jaxpr"], [*tested, *state[1]])[0])
-        return goes_on & (state[0] < longest)
-
-    def turn(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
-        done, new = state[1], e.run(params["body_jaxpr"], [*constant, *state[1]])
-        if (runs := e.run(params["cond_jaxpr"], [*tested, *done])[0]).ndim:  # of `jax.vmap`: some examples are done
-            among = lambda x: runs.reshape(*runs.shape, *(1,) * (x.ndim - runs.ndim))
-            new = jax.tree.map(lambda x, y: jnp.where(among(x), x, y), new, done)
-        return state[0] + 1, new
-
-    return lax.while_loop(goes_on, turn, (jnp.int32(0), start))[1]
-
-
-def _ends_by_floats(params: Mapping[str, Any], carries: int) -> bool:
-    """Check whether the condition of a loop depends on floats, perhaps from an earlier turn."""
-    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
-    from_floats, before = [False] * carries, None
-    while before != from_floats:
-        before = from_floats
-        from_floats = _follow(body, [False] * params["body_nconsts"] + before)
-    return _follow(condition, [False] * params["cond_nconsts"] + from_floats)[0]
-
-
-def _follow(closed: ClosedJaxpr, from_floats: Sequence[bool]) -> list[bool]:
-    """Return which results of a program depend on floats, or on inputs that do."""
-    depend = {v for v, is_one in zip(closed.jaxpr.invars, from_floats, strict=True) if is_one}
-    is_one = lambda v: is_float(aval_of(v)) or (isinstance(v, Var) and v in depend)
-    for eqn in closed.jaxpr.eqns:
-        depend |= set(eqn.outvars) if any(map(is_one, eqn.invars)) else set()
-    return [*map(is_one, closed.jaxpr.outvars)]
-
-
 def _linear_solve(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     solve, operands = compat.linear_solve(eqn.params, xs)
     return e.run(compat.closed(solve), operands)
@@ -296,14 +244,16 @@ def _outside(e: Evaluator, eqn: JaxprEqn, xs: Sequence[Any]) -> Sequence[Any]:
     for x, aval in zip(xs, map(aval_of, eqn.invars), strict=True):
         x, shared = x if is_float(aval) else field.fold(field.wide(x)), aval.shape[:count] != batch
         digests.append(jnp.broadcast_to(field.digest(x, aval.ndim - (0 if shared else count)), batch))
-    return _by_example(f"{eqn.primitive.name}{compat.kernel_name(eqn)}", eqn, digests, count)
+    function = getattr(eqn.params.get("callback"), "callback_func", None)  # of a callback
+    name = getattr(function, "__qualname__", getattr(function, "__name__", ""))
+    return _by_example(f"{eqn.primitive.name}{compat.kernel_name(eqn)}{name}", eqn, digests, count)
 
 
 _IN_PLACE = ("sharding_constraint", "device_put", "pvary", "jaxdist_shard", "mesh_cast", "reshard", "jaxdist_plain",
              "name", "optimization_barrier", "layout_constraint", "reduce_precision")  # fmt: skip
 _SCATTERS = ("scatter", *(f"scatter{dash}{kind}" for dash in "-_" for kind in ("add", "sub", "min", "max", "mul")))
 OF_ANY |= {
-    "scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map, "custom_linear_solve": _linear_solve,
+    "scan": scan, "while": while_, "cond": cond, "shard_map": _shard_map, "custom_linear_solve": _linear_solve,
     **dict.fromkeys(("pure_callback", "io_callback"), _outside), **dict.fromkeys(_IN_PLACE, _same),
     **dict.fromkeys(("remat2", "checkpoint"), lambda e, eqn, xs: e.run(compat.closed(eqn.params["jaxpr"]), xs)),
     **dict.fromkeys(("debug_callback", "debug_print"), lambda e, eqn, xs: []),
@@ -331,7 +281,7 @@ RULES |= {
     "real": lambda e, eqn, xs: [xs[0].real], "imag": lambda e, eqn, xs: [xs[0].imag],
     **dict.fromkeys(("empty", "empty2"), lambda e, eqn, xs: [e.constant(np.zeros(a.shape, a.dtype))
                                                              for a in map(aval_of, eqn.outvars)]),
-    "is_finite": lambda e, eqn, xs: [jnp.ones(aval_of(eqn.outvars[0]).shape, bool)],
+    "is_finite": lambda e, eqn, xs: [field.is_finite(xs[0])],
     "neg": lambda e, eqn, xs: [field.neg(xs[0])], "sub": lambda e, eqn, xs: [field.add(xs[0], field.neg(xs[1]))],
     **dict.fromkeys(("add", "add_any"), lambda e, eqn, xs: [field.add(*xs)]),
     "mul": lambda e, eqn, xs: [field.mul(*xs)], "square": lambda e, eqn, xs: [field.mul(xs[0], xs[0])],

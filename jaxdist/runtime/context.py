@@ -116,11 +116,14 @@ class Context:
 
         Raises:
           ControlError: a rank is missing, makes a different call, or has left.
+          ValueError: the timeout is not positive.
 
         Example:
           >>> import jaxdist
           >>> jaxdist.init().barrier()
         """
+        if timeout is not None and timeout <= 0:
+            raise ValueError(f"barrier(timeout={timeout!r}): seconds, more than 0")
         self.control.exchange("barrier", None, self.timeout if timeout is None else timeout)
 
     def broadcast(self, tree_or_object: Any, root: int = 0) -> Any:

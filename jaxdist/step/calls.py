@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jaxdist.agreement import sync
 from jaxdist.agreement.calls import OtherRows, Rows
-from jaxdist.agreement.ledger import Entry, Ledger
+from jaxdist.agreement.ledger import Ledger
 from jaxdist.agreement.meshes import connect
 from jaxdist.compat import trace_settings
 from jaxdist.compilation import finite, modules
@@ -43,7 +43,7 @@ class Arguments(NamedTuple):
     tree: Structure
 
 
-_names: "dict[str, itertools.count[int]]" = {}  # how many steps of this process have had each name
+_steps_named: "dict[str, itertools.count[int]]" = {}  # how many steps of this process have had each name
 
 
 class Found(NamedTuple):
@@ -88,7 +88,7 @@ class Calls:
         self._cached: dict[Hashable, CachedCall] = {}  # by all that a program is for
         self._proven: set[Program] = set()  # programs that have been compared with the step
         self._is_first = True  # no program yet
-        self._warned = False  # of what is gathered
+        self._warned_of_gathers = False  # of what is gathered
 
     def clear(self) -> None:
         """Forget the programs of earlier calls."""
@@ -123,8 +123,7 @@ class Calls:
             require_equal(name.step, self.placer, placed, placed.signature.data(leaves))
             self._proven.add(cached.program)
         program = cached.program if pinned is None else pinned.program
-        state, batch = cached.arguments(leaves, self.placer)
-        result, counts = self._run(name, cached.entry, program, state, batch)
+        state, result, counts = self._run(name, cached, program, leaves)
         self._after(name, program, state, result, counts)
         return result if objects is None else modules.update(objects, result)
 
@@ -132,7 +131,7 @@ class Calls:
         """Name the next call."""
         if not self._named:
             # Two steps may share a name. They are told apart by their first calls, whose order is that of all ranks.
-            count = next(_names.setdefault(self._name, itertools.count()))
+            count = next(_steps_named.setdefault(self._name, itertools.count()))
             self._name, self._named = self._name + f"#{count}" * bool(count), True
         # A call that failed before it sent anything does not count: the next one has its number.
         return CallName(self._name, self._entered + 1)
@@ -160,17 +159,20 @@ class Calls:
         return found.call, self._compared_and_placed(name, found, arguments, rows)
 
     def _run(
-        self, name: CallName, entry: Entry, program: Program, state: Sequence[Leaf], batch: Sequence[Leaf]
-    ) -> tuple[PyTree, jax.Array | None]:
-        """Run the program. From here on nothing stops this rank from its collectives."""
+        self, name: CallName, cached: CachedCall, program: Program, leaves: Sequence[Leaf]
+    ) -> tuple[Sequence[Leaf], PyTree, jax.Array | None]:
+        """Run the program, and return its state as well. From here on nothing stops this rank from its collectives."""
         if not self._several:
+            state, batch = cached.arguments(leaves, self.placer)
             self._entered = name.number
-            return program(state, batch)
-        # Before it runs: from here on other ranks count on this call, even if its program fails on this rank's device.
-        self._ledger.enter(entry)
+            return state, *program(state, batch)
+        # Before its arguments are placed: other ranks count on this call, even if that or the program fails here. A
+        # rank that went on to the next call would add its rows to theirs of this one.
+        self._ledger.enter(cached.entry)
         active = self.context.watchdog.enter(str(name))
         self._entered = name.number
         try:
+            state, batch = cached.arguments(leaves, self.placer)
             result, counts = program(state, batch)
         except BaseException as error:
             active.finish(None, type(error).__name__)
@@ -178,7 +180,7 @@ class Calls:
             raise
         active.finish(result)
         self._ledger.output = active.output
-        return result, counts
+        return state, result, counts
 
     def _after(
         self, name: CallName, program: Program, state: Sequence[Leaf], result: PyTree, counts: jax.Array | None
@@ -287,7 +289,7 @@ class Calls:
     def announce(self, program: Program) -> None:
         """Warn about slow parts of a program, once."""
         placements, is_first, self._is_first = program.placed.emitted[1], self._is_first, False
-        if not placements or not self.context.is_root or self._warned:
+        if not placements or not self.context.is_root or self._warned_of_gathers:
             return
         if is_first and (text := program.placed.padding()):
             say_once(f"step {self.reader.name!r}: {text}")
@@ -295,7 +297,7 @@ class Calls:
         if not text and self._settings.batch_argnums is None and (names := program.placed.unsplit()):
             text = batch.unsplit(names, self.mesh.size, self.placer.process_count)
         if text:
-            self._warned = True  # and once of a step that is decorated anew, in a loop or for each trial
+            self._warned_of_gathers = True  # and once of a step that is decorated anew, in a loop or for each trial
             say_once(f"step {self.reader.name!r}: {text}")
 
     # --- state that is not on the mesh yet

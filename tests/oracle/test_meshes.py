@@ -1,6 +1,7 @@
 """What may go wrong on several axes: each leaf of two calls as on one device, in float64."""
 
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax import lax
 
 import jaxdist
 from jaxdist.checkpoint import digest
+from jaxdist.placements.search import options
 
 X = np.random.default_rng(0).normal(size=(2, 21, 6))
 TOKENS = np.random.default_rng(1).integers(0, 11, (2, 21, 7))
@@ -37,6 +39,30 @@ def mlp(p: Any, x: Any) -> Any:
 
 def moved(params: Any, grads: Any) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
+
+
+def test_a_constant_is_added_to_a_sum_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over one axis the sum is made after the addition, over the other before."""
+
+    def step(w: Any, x: Any) -> Any:
+        total = jnp.einsum("btd,bte->de", x, x)
+        return w, (total + 1.0).sum(0), total.sum(1)
+
+    for seed in range(12):
+        drawn = random.Random(seed)
+        monkeypatch.setattr(options, "cost", lambda *_, drawn=drawn, **__: drawn.random())
+        check(step, jnp.ones(3), X[:, :4], on={"data": 2, "sequence": 2})
+
+
+def test_padding_of_state_does_not_keep_a_loop_going() -> None:
+    def turns(n: Any) -> Any:
+        until_one = lambda s: (jnp.where(s[0] % 2 == 0, s[0] // 2, 3 * s[0] + 1), s[1] + 1)
+        return lax.while_loop(lambda s: (s[0] != 1) & (s[1] < 1_000), until_one, (n, 0))[1]
+
+    step = lambda n, x: (n, jax.vmap(turns)(n))
+    state, x = jaxdist.shard(jnp.arange(1, 6)), np.ones((8, 1))
+    _, counted = jaxdist.data_parallel(step)(state, x)
+    assert max(int(np.max(shard.data)) for shard in getattr(counted, "array", counted).addressable_shards) < 10
 
 
 # --- leaves that axes cut

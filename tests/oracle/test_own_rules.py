@@ -94,6 +94,11 @@ def test_a_partition_of_a_value_that_is_whole_as_well() -> None:
     check(lambda w, x: (w, doubled(jnp.sort(x, axis=0))), W, X[:8], on=4)
 
 
+def test_a_partition_of_views_whose_slices_are_no_whole_turns() -> None:
+    kernel = partitioned(lambda x: jnp.cos(x.reshape(-1, 4, x.shape[1])), "(h w) c -> h w c")
+    check(lambda w, x: (w, kernel(jnp.stack([x, 3 * x]).reshape(-1, x.shape[1])).sum(0)), W, X[:12], on=2)
+
+
 def test_what_a_partition_divides_stays_a_kernel_for_the_next_axis() -> None:
     """By its own rule: what is inside does not divide along rows."""
     kernel = partitioned(lambda x: jnp.sort(x, 0) - jnp.sort(x, 0) + 2 * x, "i j -> i j")
@@ -194,7 +199,7 @@ def test_rows_of_groups_before_which_come_others() -> None:
     check(step, EXPERTS, X, on=4)
 
 
-@pytest.mark.parametrize("on", [{"model": 4}, {"model": 3}, {"data": 2, "model": 4}], ids=str)
+@pytest.mark.parametrize("on", [{"model": 4}, {"model": 3}, {"data": 2, "model": 4}, {"data": 2, "model": 3}], ids=str)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_groups_or_widths_over_a_model_axis(on: dict[str, int], dim: int) -> None:
     """Few rows, and large weights: it pays to add up results, and to keep the weights apart."""
@@ -288,6 +293,20 @@ def test_a_twin_that_counts_its_rows_is_computed_whole(f: Function) -> None:
     kernel = primitive(f"kernel_{f.__code__.co_firstlineno}_{len(f.__code__.co_code)}", f)
     placements.register(kernel, like=f)
     check(lambda w, x: jnp.sin(kernel.bind(x)).mean() * w, W, X, on=4)
+
+
+def test_a_twin_of_what_is_whole_as_well_or_has_a_result_of_its_own() -> None:
+    product = primitive("kernel_of_rows", lambda x: jnp.prod(x, 0))
+    placements.register(product, like=lambda x: jnp.prod(x, 0))
+    check(lambda w, x: (w, product.bind(jnp.sort(x, 0))), W, X[:8], on=2)
+    ones = primitive("kernel_of_ones", lambda x: jnp.ones(x.shape[0]))
+    placements.register(ones, like=lambda x: jnp.ones(x.shape[0]))
+    check(lambda w, x: (w, ones.bind(x).sum(), x.sum()), W, X[:8], on=2)
+
+
+def test_a_letter_is_for_one_dimension() -> None:
+    with raises(ValueError, "bb->b"):
+        placements.register("kernel_of_diagonals", "bb->b")
 
 
 def test_a_twin_with_other_results_is_refused() -> None:

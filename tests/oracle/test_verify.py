@@ -290,7 +290,34 @@ def test_where_sums_are_rounded_counts_if_strict(monkeypatch: pytest.MonkeyPatch
     assert not jaxdist.verify(decorated(step, 4), w, x, strict=True)
 
 
+def root(x: Any) -> Any:
+    return np.sqrt(np.abs(x))
+
+
+DIFFER: dict[str, tuple[Any, Any]] = {
+    "a transform and its inverse": (jnp.fft.ifft, jnp.fft.fft),
+    "callbacks": (lambda x: jax.pure_callback(np.abs, x, x), lambda x: jax.pure_callback(root, x, x)),
+    "an infinity": (lambda x: jnp.isfinite(jnp.where(x > 0, x, jnp.inf)), lambda x: jnp.isfinite(x)),
+}
+
+
+@pytest.mark.parametrize("name", DIFFER)
+def test_functions_that_differ(name: str) -> None:
+    f, g = DIFFER[name]
+    assert not jaxdist.verify.same(f, g, X[:, 0])
+    assert jaxdist.verify.same(f, f, X[:, 0])
+
+
+def test_a_cast_is_narrower_if_it_loses_digits_or_range() -> None:
+    x = jnp.ones(4, jnp.bfloat16)
+    same = lambda a, b: jaxdist.verify.same(lambda x: x.astype(a).astype(b), lambda x: x.astype(b), x, strict=True)
+    assert not same(jnp.float16, jnp.float32)
+
+
 def test_refused() -> None:
+    applied = jaxdist.verify.same(lambda x: x.at[0].apply(jnp.sin), lambda x: x.at[0].set(0.0), X)
+    assert not applied
+    assert "scatter" in str(applied)
     with raises(ValueError, "points=0"):
         jaxdist.verify(sgd, WEIGHTS, X, points=0)
     with raises(ValueError, "points=True"):

@@ -24,7 +24,7 @@ from jaxdist.mesh import Axis
 from jaxdist.placements.model.values import aval_of
 
 FUSED = {all_reduce_p, reduce_shard_p, gather_shards_p}
-_RESULTS = 4  # gathered results stay in memory anyway, so their buckets may be this many times larger
+_RESULT_FACTOR = 4  # gathered results stay in memory anyway, so their buckets may be this many times larger
 _MANY = 8  # number of pieces in a bucket from which `_pieces_of_one_kernel` pays off
 # ``unpack(x, sizes)``: pieces of x along its last dimension
 _Unpack = Callable[[jax.Array, Sequence[int]], list[jax.Array]]
@@ -151,7 +151,7 @@ class _Buckets:
         if not _gathers(self._eqns[i]):
             return self._most
         is_result = self.first_use[i] == len(self._eqns)
-        return min(self._most, _RESULTS * self._ahead if is_result else self._ahead)
+        return min(self._most, _RESULT_FACTOR * self._ahead if is_result else self._ahead)
 
     def add(self, i: int) -> None:
         """Put a collective into the bucket of its kind."""

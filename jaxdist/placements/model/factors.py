@@ -62,9 +62,9 @@ class Factors:
             return split
         unit, every = self.units.get((k, split.dim), Fraction(1)), self.together.get(factor, 1)
         every = math.lcm(every, *(u.denominator for (j, d), u in self.units.items() if self.arrays[j][d] == factor))
-        size, chunk = math.ceil(split.size / unit), split.chunk / unit
-        fits = chunk.denominator == 1 and chunk % every == 0 and (split.outer == 1 or split.size % unit == 0)
-        per_device = int(chunk) if fits else -(-size // (devices * every)) * every
+        fits = split.chunk / unit % every == 0 and (split.outer == 1 or split.size % unit == 0)
+        size = math.ceil((1 if fits else split.outer) * split.size / unit)
+        per_device = int(split.chunk / unit) if fits else -(-size // (devices * every)) * every
         if (devices - 1) * per_device >= size or (split.outer > 1 and split.is_padded(devices)):
             return None  # a device without a turn
         return replace(split, size=size, chunk=per_device) if fits else Split(split.dim, size, per_device)
@@ -81,7 +81,6 @@ class Factors:
 
 Shapes = Sequence[tuple[int, ...]]
 Rule = Callable[[Params, Shapes, Shapes], Factors | None]  # of operands, of results; None: it is computed whole
-LETTERS = string.ascii_letters
 
 
 def factors(primitive: Primitive, params: Params, ins: Shapes, outs: Shapes) -> Factors | None:
@@ -294,10 +293,11 @@ def _solve(params: Params, ins: Shapes, outs: Shapes) -> Factors:
 def einsum(rule: str) -> Rule:
     """Return the rule of a description such as ``"b..., .d -> b."``, with ``.`` for a dimension that stays whole."""
     equation = rule.replace(" ", "")
-    if equation.count("->") != 1 or set(equation) - set("->,.") - set(LETTERS):
+    twice = any(word.count(c) > 1 for word in equation.replace("->", ",").split(",") for c in {*word} - {"."})
+    if equation.count("->") != 1 or set(equation) - set("->,.") - set(string.ascii_letters) or twice:
         raise ValueError(f"rule={rule!r}: expected a description such as 'b..., .d -> b.', or a function")
     left, right = equation.split("->")
-    letters = {c: i for i, c in enumerate(dict.fromkeys(c for c in equation if c in LETTERS))}
+    letters = {c: i for i, c in enumerate(dict.fromkeys(filter(str.isalpha, equation)))}
     operands, results = (
         tuple(tuple(letters.get(c) for c in word) for word in part.split(",")) for part in (left, right)
     )

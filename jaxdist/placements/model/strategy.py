@@ -52,7 +52,7 @@ class Inference(Protocol):
     devices: int  # along it
     link: Link  # between them
     split: str | None  # how to run whole-matrix work, see `jaxdist.zero`
-    choose: Callable[[tuple[int, ...]], int | None]  # the dimension along which to shard an array of the state
+    shard_dim: Callable[[tuple[int, ...]], int | None]  # the dimension along which to shard an array of the state
 
     def block(self, closed: ClosedJaxpr, backward: bool = False) -> Block: ...
     def place(

@@ -77,6 +77,9 @@ def _groups_of_device(
     sizes_here = jnp.concatenate([before[None], own]) if stay else own
     groups = node.eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
     if stay and groups:
+        if split.is_padded(device.n):  # the group in front has no padding
+            rhs = device.masked(rhs, split.along(groups[0]), 0)
+            cut = replace(cut, split=replace(split, size=split.chunk * device.n))
         none = jnp.zeros_like(lax.slice_in_dim(rhs, 0, 1, axis=groups[0]))
         rhs = jnp.concatenate([none, rhs], groups[0])
     operands = [lhs, rhs]
@@ -177,7 +180,8 @@ def _as_twin(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
         return None
     block = ctx.infer.block(twin, node.backward)
     place = lambda ins: [ctx.infer.place(block, ins)]
-    whole = [whole_if_deferred(p) for p in ins]
+    # What is whole here, too, is cut for the kernel: so its twin must not take it whole without a message.
+    whole = [replace(p, whole=False, requested=False) if isinstance(p, Split) else whole_if_deferred(p) for p in ins]
     taken, (placed,) = sliced(whole, place(whole), place)
     types = [
         [(a.shape, a.dtype) for a in map(of.avals.__getitem__, outs)]
@@ -193,8 +197,11 @@ def _as_twin(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
     shapes = [local_shape(shape, p) for shape, p in zip(ctx.block.shapes(node.ins), taken, strict=True)]
     if (on_slices := twin_of(node, tuple(shapes))) is None or not _are_alike(block, ctx.infer.block(on_slices)):
         return None
+    made, part = [whole_if_deferred(p) for p in placed.out_placements], ctx.infer.block(on_slices)
+    if part.shapes(part.outputs) != [local_shape(s, p) for s, p in zip(ctx.block.shapes(node.outs), made, strict=True)]:
+        return None  # a deferred result has as many entries as there are rows
     run: Run = lambda device, node, xs: device.bind(node, xs, _on_slices(node.eqn.params, placed.out_placements))
-    return Strategy([form(p) for p in taken], [whole_if_deferred(p) for p in placed.out_placements], run)
+    return Strategy([form(p) for p in taken], made, run)
 
 
 def _are_alike(whole: Block, part: Block) -> bool:

@@ -161,7 +161,7 @@ def _own_rows(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strateg
         (column, row)
         for column, d in enumerate(mapped)
         if d in single and (not isinstance(operand, Split) or operand.dim == d)
-        and (row := _place(ctx, node.ins[1], column)) is not None and row not in along and indices[row] == whole[d]
+        and (row := _position(ctx, node.ins[1], column)) is not None and row not in along and indices[row] == whole[d]
     ]  # fmt: skip
     if not candidates:
         return None
@@ -191,7 +191,7 @@ def _mapping(node: Node, column: int, row: int) -> Node:
     return Node(eqn, node.ins, node.outs, node.backward, node.calls)
 
 
-def _place(ctx: RuleContext, i: int, column: int) -> int | None:
+def _position(ctx: RuleContext, i: int, column: int) -> int | None:
     """Return the dimension along which a column of the indices counts positions, if any."""
     node, last = ctx.block.makers.get(i), ctx.block.avals[i].ndim - 1
     if node is not None and node.name == "concatenate" and node.eqn.params["dimension"] == last:
@@ -199,12 +199,12 @@ def _place(ctx: RuleContext, i: int, column: int) -> int | None:
         for operand in node.ins:
             width = ctx.block.avals[operand].shape[last]
             if start <= column < start + width:
-                return _counts(ctx, operand) if width == 1 else None
+                return _dim_counted(ctx, operand) if width == 1 else None
             start += width
-    return _counts(ctx, i) if ctx.block.avals[i].shape[last] == 1 else None
+    return _dim_counted(ctx, i) if ctx.block.avals[i].shape[last] == 1 else None
 
 
-def _counts(ctx: RuleContext, i: int) -> int | None:
+def _dim_counted(ctx: RuleContext, i: int) -> int | None:
     """Return the dimension along which each entry of a value equals its own index, if any."""
     node, (new, dtype) = ctx.block.makers.get(i), (ctx.block.avals[i].shape, ctx.block.avals[i].dtype)
     if node is None or not jnp.issubdtype(dtype, jnp.integer) or jnp.iinfo(dtype).max < max(new, default=0):
@@ -213,15 +213,15 @@ def _counts(ctx: RuleContext, i: int) -> int | None:
     if node.name == "iota":
         return params["dimension"]
     if node.name == "convert_element_type":
-        return _counts(ctx, node.ins[0])
+        return _dim_counted(ctx, node.ins[0])
     if node.name == "select_n" and len(node.ins) == 3:  # from the end if negative: never
         below = ctx.block.makers.get(node.ins[0])
         if below is None or below.name != "lt" or below.ins[0] != node.ins[1]:
             return None
         # Of the block, not of a placement: that of a value that is no operand is not in the key of the strategies.
-        return _counts(ctx, node.ins[1]) if ctx.block.is_zero(below.ins[1]) else None
+        return _dim_counted(ctx, node.ins[1]) if ctx.block.is_zero(below.ins[1]) else None
     if node.name in ("broadcast_in_dim", "reshape") and len(node.ins) == 1:
-        d, old = _counts(ctx, node.ins[0]), ctx.block.avals[node.ins[0]].shape
+        d, old = _dim_counted(ctx, node.ins[0]), ctx.block.avals[node.ins[0]].shape
         if d is None:
             return None
         if node.name == "broadcast_in_dim":

@@ -36,7 +36,7 @@ Carried = tuple[Sequence[Placement], Propagation]  # a loop's carries, and its b
 
 
 def join(a: Placement, b: Placement) -> Placement:
-    """Return the strongest placement in the order of `_carried` that can hold both values.
+    """Return the strongest placement in the order of `_settled` that can hold both values.
 
     Of two splits of the batch that differ the first wins.
     """
@@ -54,7 +54,7 @@ def join(a: Placement, b: Placement) -> Placement:
     return REPLICATED
 
 
-def _carried(
+def _settled(
     block: Block,
     init: Sequence[Placement],
     carry_inputs: Sequence[int],
@@ -115,7 +115,7 @@ def _weaker(taken: Placement, returned: Placement, reduced: bool) -> Placement:
     return Partial(returned.gradient, made=False)
 
 
-def _with_constants(
+def _gather_before(
     infer: Inference, consts: Sequence[Placement], trips: int, resolve: Callable[[Sequence[Placement]], Carried]
 ) -> tuple[Sequence[Placement], Carried]:
     """Place a loop, and gather before it what its iterations would gather anew, if that costs less.
@@ -165,7 +165,7 @@ def _partial_carries(carry: Sequence[Placement]) -> frozenset[int]:
     return frozenset(k for k, p in enumerate(carry) if isinstance(p, Partial))
 
 
-def _out(carry: Sequence[Placement]) -> list[Placement]:
+def _result_placements(carry: Sequence[Placement]) -> list[Placement]:
     """Return the placements of a loop's results."""
     return [replace(p, made=True) if isinstance(p, Partial) else p for p in carry]
 
@@ -176,7 +176,7 @@ def _scan(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
 
     1. Turns that share only sums: each device loops over its own examples (`own_iterations`), and that is all.
     2. xs split along the loop are split along a different dimension, or gathered (`_unscanned`).
-    3. Carries settle (`_carried`), with constants unchanged or gathered before the loop (`_with_constants`).
+    3. Carries settle (`_settled`), with constants unchanged or gathered before the loop (`_gather_before`).
     4. Little work over the batch: xs whole, if no turn communicates then.
     5. Constants that turns use in one slice are cut before the loop (`sliced`).
     6. The body again, its outputs in the forms that the next turn and the stack take.
@@ -202,10 +202,10 @@ def _scan(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
         return infer.place(block, [*consts, *carry, *slices], wants, _partial_carries(carry) | added_later)
 
     def resolve(consts: Sequence[Placement], xs: Sequence[Placement]) -> Carried:
-        return _carried(block, carry_in, body.carry, lambda carry: place(consts, carry, xs))
+        return _settled(block, carry_in, body.carry, lambda carry: place(consts, carry, xs))
 
     consts = [throughout(p) for p in consts_in]  # 3
-    consts, (carry, placed) = _with_constants(infer, consts, node.trip_count, lambda consts: resolve(consts, xs))
+    consts, (carry, placed) = _gather_before(infer, consts, node.trip_count, lambda consts: resolve(consts, xs))
     if over_batch and placed.communicates and _is_little(infer, sum(nbytes(ctx.block.avals[i]) for i in arrays)):
         # 4. Little sequential work: one gather of the batch may cost less than a message per iteration.
         gathered = [p if isinstance(p, Split) and p.of_state else REPLICATED for p in xs]
@@ -213,13 +213,13 @@ def _scan(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
         if not whole.communicates and seconds(whole, infer.axis.machine) <= infer.link.latency:
             carry, xs, placed = whole_carry, gathered, whole
     consts, (placed,) = sliced(consts, [placed], lambda cut: [place(cut, carry, xs)])  # 5
-    ys = [_turn_of(ctx, node.outs[k], placed.returned(k), k in added_later) for k in body.ys]
+    ys = [_place_stacked(ctx, node.outs[k], placed.returned(k), k in added_later) for k in body.ys]
     placed = place(consts, carry, xs, [form(p) for p in (*carry, *ys)])  # 6
-    out_placements = [*_out(carry), *map(_stacked, ys)]
+    out_placements = [*_result_placements(carry), *map(_stacked, ys)]
     return Strategy([form(p) for p in (*consts, *carry, *xs)], out_placements, bound([placed]), bodies=[placed])
 
 
-def _turn_of(ctx: RuleContext, o: int, p: Placement, later: bool) -> Placement:
+def _place_stacked(ctx: RuleContext, o: int, p: Placement, later: bool) -> Placement:
     """Place a turn's part of a stacked result: large summands are reduced, unless they are added up later."""
     aval = ctx.block.avals[o]
     if not isinstance(p, Partial) or later or _is_little(ctx.infer, nbytes(aval)):
@@ -275,13 +275,13 @@ def _while(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
         return [k for k, i in enumerate(test.carry) if i in reduced]
 
     def resolve(consts: Sequence[Placement]) -> Carried:
-        return _carried(body, loop.split(ins)[1], loop.carry, lambda carry: place_body(consts, carry), reduced_by_cond)
+        return _settled(body, loop.split(ins)[1], loop.carry, lambda carry: place_body(consts, carry), reduced_by_cond)
 
-    consts, (carry, placed) = _with_constants(infer, consts, _TRIPS, resolve)
+    consts, (carry, placed) = _gather_before(infer, consts, _TRIPS, resolve)
     consts, _ = sliced(consts, [placed], lambda cut: [place_body(cut, carry)])
     both = place_cond(carry), place_body(consts, carry, [form(p) for p in carry])
     in_forms = [form(p) for p in (*cond_consts, *consts, *carry)]
-    return Strategy(in_forms, _out(carry), bound(both), bodies=both)
+    return Strategy(in_forms, _result_placements(carry), bound(both), bodies=both)
 
 
 def _batched_while(
@@ -306,7 +306,9 @@ def _batched_while(
         return Strategy(in_forms, [target] * len(avals), bound(placed), bodies=placed)
 
     split = next((p for p in (*cond_consts, *consts, *ins) if isinstance(p, Split) and p.dim < rank), None)
-    if split is not None and all(a.shape[split.dim] == split.outer * split.size for a in avals):
+    # Padding that copies no row (of state, of a scattered sum) might go on for ever.
+    fits = split is not None and not split.is_padded(ctx.n)
+    if split is not None and fits and all(a.shape[split.dim] == split.outer * split.size for a in avals):
         of_slices = place(replace(split, whole=False), cond_consts, consts)
         if all(_is_local(infer, body_placed) for body_placed in of_slices.bodies):
             return of_slices

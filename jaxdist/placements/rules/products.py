@@ -16,9 +16,9 @@ from jaxdist.placements.model.strategy import IN_PLACE, Strategy, nbytes
 from jaxdist.placements.model.values import REPLICATED, Aval, Partial, Placement, Split, form, tile
 from jaxdist.placements.rules.context import RuleContext, alternative
 
-# One name for the forward (`_with_slices`) and backward (`_in_slices`) way: they pay off together, since a weight
-# that is not gathered for one product need not be for the other.
-NAME = "send the examples"
+# One name for `_forward_slices` and `_backward_slices`: they pay off together, since a weight that is not gathered for
+# one product need not be for the other.
+SEND_EXAMPLES = "send the examples"
 
 
 @alternative("dot_general", "conv_general_dilated", "gather", "scatter-add")
@@ -40,11 +40,11 @@ def _product(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
     (example,) = examples
     assert example is not None
     if len(sharded) == 1:
-        return _with_slices(ctx, node, ins, described, sharded[0], example)
-    return _in_slices(ctx, node, ins, described, example) if not sharded else None
+        return _forward_slices(ctx, node, ins, described, sharded[0], example)
+    return _backward_slices(ctx, node, ins, described, example) if not sharded else None
 
 
-def _with_slices(
+def _forward_slices(
     ctx: RuleContext, node: Node, ins: Sequence[Placement], described: Factors, sharded: int, example: int
 ) -> Strategy | None:
     """Multiply the batch with a weight in slices: ``x[b, i] @ w[i, o]``, where each device has some columns of `w`.
@@ -65,10 +65,10 @@ def _with_slices(
     summands = out if isinstance(strategy.out_placements[0], Partial) else None
     if not _fits(ctx, node, ins, strategy, ctx.block.avals[node.ins[sharded]], summands):
         return None
-    return replace(strategy, why_sent=IN_PLACE, out_forms=[back], name=NAME)
+    return replace(strategy, why_sent=IN_PLACE, out_forms=[back], name=SEND_EXAMPLES)
 
 
-def _in_slices(
+def _backward_slices(
     ctx: RuleContext, node: Node, ins: Sequence[Placement], described: Factors, example: int
 ) -> Strategy | None:
     """Make slices of a sum over the examples: ``x[b, i].T @ d[b, o]``, for some `i` each, of all examples.
@@ -78,7 +78,7 @@ def _in_slices(
     (o,), (result,) = node.outs, described.results
     out, wanted = ctx.block.avals[o], ctx.infer.slices_wanted(ctx.block).get(o)
     gathered = wanted is None and node.backward and not _is_added_up_elsewhere(ctx, o)
-    dim = ctx.infer.choose(out.shape) if gathered else wanted
+    dim = ctx.infer.shard_dim(out.shape) if gathered else wanted
     if dim is None or described.reduced.get(example) != "sum" or (cut := result[dim]) is None:
         return None
     slices = ctx.infer.shard(dim, out.shape[dim])
@@ -86,7 +86,7 @@ def _in_slices(
     if strategy is None or slices.is_padded(ctx.n) or not _fits(ctx, node, ins, strategy, out):
         return None
     out_forms = [REPLICATED] if gathered else ()
-    return replace(strategy, out_placements=[slices], why_sent=IN_PLACE, out_forms=out_forms, name=NAME)
+    return replace(strategy, out_placements=[slices], why_sent=IN_PLACE, out_forms=out_forms, name=SEND_EXAMPLES)
 
 
 def _is_added_up_elsewhere(ctx: RuleContext, o: int) -> bool:
@@ -133,12 +133,14 @@ def _heads(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy |
     factor = next((f for f in along if f in heads), heads[-1])
     assert factor is not None
     strategy = ctx.cut(node, ins, described, factor, tile(0, sizes[factor], ctx.n))
-    back = _places(ctx, node, described, (p, q), factor)
+    back = _sequence_factor(ctx, node, described, (p, q), factor)
     out_forms = [form(tile(result.index(back), sizes[back], ctx.n))] if back is not None else ()
     return strategy and replace(strategy, out_forms=out_forms, name="send the heads")
 
 
-def _places(ctx: RuleContext, node: Node, described: Factors, ins: tuple[Split, Split], heads: int) -> int | None:
+def _sequence_factor(
+    ctx: RuleContext, node: Node, described: Factors, ins: tuple[Split, Split], heads: int
+) -> int | None:
     """Return the result's factor along one sequence, to cut the result along again; None if it has two or none.
 
     With everything split along the sequence, for queries, keys and values of ``[head, position, feature]``::

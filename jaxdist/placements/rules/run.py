@@ -51,6 +51,9 @@ def make_whole(device: DeviceContext, node: Node, target: Form) -> jax.Array:
     return device.bind(node, [device.take(i, REPLICATED) for i in node.ins])[0]
 
 
+_OF_WIDE_OPERANDS = {"reduce_sum", "psum", "dot_general", "conv_general_dilated", "ragged_dot_general", "scatter-add"}
+
+
 @dataclass(frozen=True)
 class Cut:
     """An operation on slices along one factor."""
@@ -65,6 +68,8 @@ class Cut:
         params = node.eqn.params
         if described.params is not None:
             params = described.params(params, factor, split)
+        if split.is_padded(device.n) and params.get("unique_indices"):
+            params = {**params, "unique_indices": False}  # padding has the last index once more
         if kind is None:
             results = device.bind(node, xs, params)
             if described.is_even(factor):
@@ -87,6 +92,8 @@ class Cut:
             return [x if factor in dims else x.astype(wide(x.dtype)) for x, dims in pairs]
         if wide(dtype) == dtype:
             return device.bind(node, xs, params)
+        if node.name not in _OF_WIDE_OPERANDS:  # a kernel is compiled for the types that it has
+            return [x.astype(wide(x.dtype)) for x in device.bind(node, xs, params)]
         preferred = "preferred_element_type" in params
         # XLA for CPUs multiplies no 16-bit floats into 32 bits, but converts them first anyway.
         if not preferred or device.placed.axis.machine.kind.is_cpu:

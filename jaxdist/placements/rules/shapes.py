@@ -167,7 +167,7 @@ def _mark(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | 
     p, params = ins[0], node.eqn.params
     shape = ctx.block.shapes(node.ins)[0]
     requested = params["role"] in ("requested", "state")
-    dim = ctx.infer.choose(shape)
+    dim = ctx.infer.shard_dim(shape)
     if ctx.infer.level(node):
         # A leaf stays in the slices that it comes in; a gradient is cut as the state is that the optimizer adds it to.
         if isinstance(p, Split) and p.of_state and (params["role"] != "gradient" or p.dim == dim):

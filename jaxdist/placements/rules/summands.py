@@ -102,8 +102,6 @@ def linear(
             ok = _are_added_later(block, may_stay_partial, node, [ins[k] for k in terms])
             ok = ok and not any(is_summand for k, is_summand in enumerate(partial) if k not in terms)
             takes_summand = [k in terms for k in range(len(ins))]
-            # Each device along the unreduced axes would count a whole term.
-            ok = ok and not (unreduced_axes and any(not partial[k] and not is_zero(ins[k]) for k in terms))
             # A term added to a gradient must not lose digits on the wire for it.
             gradient = gradient and all(partial[k] or is_zero(ins[k]) for k in terms)
         case name:
@@ -112,7 +110,9 @@ def linear(
         ok = passes(block, node, i, ins)  # the search tries the cost of adding up later
     if unreduced_axes:  # other operands may differ across those axes' devices: a position, a slice, a mask
         known = all(is_summand or _known(p) is not None for is_summand, p in zip(partial, ins, strict=True))
-        ok = ok and node.name not in ACROSS and known
+        # Each device along those axes would count a whole term.
+        added_whole = any(not is_summand and not is_zero(p) for is_summand, p in zip(partial, ins, strict=True))
+        ok = ok and node.name not in ACROSS and known and not (added_whole and node.name in _OF_TERMS)
     if not ok:
         return None
     in_forms: list[Form] = [Partial(unreduced_axes=unreduced_axes) if takes else REPLICATED for takes in takes_summand]

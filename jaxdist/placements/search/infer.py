@@ -26,7 +26,7 @@ class Infer:
     def __init__(
         self,
         axis: Axis,
-        choose: Callable[[tuple[int, ...]], int | None],
+        shard_dim: Callable[[tuple[int, ...]], int | None],
         level: int | None = None,
         machine: Machine = VIRTUAL,
         split: str | None = None,
@@ -38,8 +38,8 @@ class Infer:
         # Along the model axis parameters come in slices: products with these are not work on whole matrices.
         self._may_own = axis.name != MODEL or split == "owners"
         # The dimension along which to shard an array of a shape, or None: state is sharded along the last axis only.
-        self.choose = (lambda shape: None) if inner_axes else choose
-        self._choose_on_last_axis, self._level, self.link = choose, level, machine.link(axis)
+        self.shard_dim = (lambda shape: None) if inner_axes else shard_dim
+        self._shard_dim_on_last_axis, self._level, self.link = shard_dim, level, machine.link(axis)
         # One jaxpr may run in both passes: shards are fetched in each, and only backward sums are gradients.
         self._blocks: dict[tuple[int, bool], tuple[Any, Block]] = {}
         self._placed: dict[Any, Propagation] = {}
@@ -48,7 +48,7 @@ class Infer:
     def over(self, mesh: Sequence[Axis], k: int) -> "Infer":
         """Return an `Infer` over axis `k` of a mesh; `jaxdist.zero` slices along the last axis."""
         return Infer(
-            mesh[k], self._choose_on_last_axis, self._level, self.axis.machine, self.split, mesh[:k], mesh[k + 1 :]
+            mesh[k], self._shard_dim_on_last_axis, self._level, self.axis.machine, self.split, mesh[:k], mesh[k + 1 :]
         )
 
     def block(self, closed: ClosedJaxpr, backward: bool = False) -> Block:

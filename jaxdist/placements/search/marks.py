@@ -22,7 +22,7 @@ _KEPT = {"state": 1, "parameter": 3, "requested": 0}  # the level from which an 
 
 
 @dataclass(frozen=True)
-class _From:
+class Source:
     """A value that equals input `index`, except for its dtype if not `exact`."""
 
     index: int
@@ -53,7 +53,7 @@ class Marks:
 def marks(infer: Inference, block: Block) -> Marks:
     """Collect the marks of a step."""
     collected = Marks()
-    _follow(infer, block, [_From(i) for i in range(len(block.inputs))], collected)
+    _follow(infer, block, [Source(i) for i in range(len(block.inputs))], collected)
     if collected.parameters and "parameter" not in collected.roles.values():
         raise ValueError(
             "zero(level=3) keeps the parameters in shards, and finds no argument of the step that they are: tell it, "
@@ -62,7 +62,7 @@ def marks(infer: Inference, block: Block) -> Marks:
     return collected
 
 
-def _follow(infer: Inference, block: Block, inputs: Sequence[_From | None], collected: Marks) -> list[_From | None]:
+def _follow(infer: Inference, block: Block, inputs: Sequence[Source | None], collected: Marks) -> list[Source | None]:
     """Follow inputs through a block, collect the marks on the way, and return where the outputs are from."""
     env = dict(zip(block.inputs, inputs, strict=True))
     for node in block.traced:  # not `nodes`: what marks a parameter is dead code if the optimizer ignores it
@@ -75,7 +75,9 @@ def _follow(infer: Inference, block: Block, inputs: Sequence[_From | None], coll
     return [env.get(i) for i in block.outputs]
 
 
-def _in_bodies(infer: Inference, node: Node, args: Sequence[_From | None], collected: Marks) -> Sequence[_From | None]:
+def _in_bodies(
+    infer: Inference, node: Node, args: Sequence[Source | None], collected: Marks
+) -> Sequence[Source | None]:
     """Follow inputs through bodies; keep sources that all branches agree on and no turn changes."""
     every = []
     for body in bodies(node.eqn):
@@ -92,7 +94,7 @@ def _in_bodies(infer: Inference, node: Node, args: Sequence[_From | None], colle
     return [outs[0] if len(set(outs)) == 1 else None for outs in zip(*every, strict=True)]
 
 
-def _node(infer: Inference, node: Node, args: Sequence[_From | None], collected: Marks) -> Sequence[_From | None]:
+def _node(infer: Inference, node: Node, args: Sequence[Source | None], collected: Marks) -> Sequence[Source | None]:
     name, params = node.name, node.eqn.params
     if name == "jaxdist_shard":
         _mark(params, args[0], infer.level(node), collected)
@@ -105,7 +107,7 @@ def _node(infer: Inference, node: Node, args: Sequence[_From | None], collected:
     return args if name == "optimization_barrier" else [None] * len(node.outs)
 
 
-def _mark(params: Mapping[str, Any], source: _From | None, level: int, collected: Marks) -> None:
+def _mark(params: Mapping[str, Any], source: Source | None, level: int, collected: Marks) -> None:
     """Record a mark at this level on the input that it belongs to; the values it keeps in shards between steps:
 
     =========  =============  =======================================================================
@@ -135,7 +137,7 @@ def slices_wanted(infer: Inference, block: Block) -> dict[int, int]:
     dims: dict[int, int] = {}
     for node in reversed(block.nodes):
         if node.name == "jaxdist_shard":
-            dim = infer.choose(block.avals[node.ins[0]].shape)
+            dim = infer.shard_dim(block.avals[node.ins[0]].shape)
             if dim is not None and node.eqn.params["role"] != "requested" and infer.level(node) > 0:
                 dims.setdefault(node.ins[0], dim)
             continue

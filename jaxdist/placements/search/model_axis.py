@@ -47,7 +47,7 @@ def search(
     if given:
         return {**_cuts([tied for tied in reversed(classes.all) if not tied.isdisjoint(given.items())]), **given}
     most = min(_PLACINGS, max(_FEWEST, _OPERATIONS // max(classes.operations, 1)))
-    known: dict[frozenset[Member], float] = {}
+    prices: dict[frozenset[Member], float] = {}
 
     # `all` has the largest classes first: of an input that two classes cut, the smaller one, of a head, say, decides.
     def layout(on: frozenset[Class]) -> dict[int, int]:
@@ -55,16 +55,16 @@ def search(
 
     def value(on: frozenset[Class]) -> float:
         cuts = layout(on)
-        if (key := frozenset(cuts.items())) not in known:
-            if len(known) >= most:
+        if (key := frozenset(cuts.items())) not in prices:
+            if len(prices) >= most:
                 return math.inf
-            known[key] = _price(infer, block, state, sources, batch_devices, cuts)
-        return known[key]
+            prices[key] = _price(infer, block, state, sources, batch_devices, cuts)
+        return prices[key]
 
     groups = _by_layer(classes.all, block, names)
     # Tries are limited, so the groups that pay off by themselves come first; the others keep their order of size.
     groups = [*sorted(groups[: most // 2], key=value), *groups[most // 2 :]]
-    return layout(descend(frozenset(), groups, _near, value))
+    return layout(descend(frozenset(), groups, _neighbors, value))
 
 
 class _Classes:
@@ -170,7 +170,7 @@ def _price(
     return cost(placed, infer, batch_devices) + held / infer.link.bandwidth
 
 
-def _near(on: frozenset[Class], group: frozenset[Class]) -> list[frozenset[Class]]:
+def _neighbors(on: frozenset[Class], group: frozenset[Class]) -> list[frozenset[Class]]:
     """Return the layouts one step away: without the group; or with it, added to or instead of others of its leaves."""
     if group <= on:
         return [on - group]

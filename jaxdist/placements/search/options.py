@@ -18,7 +18,7 @@ from jaxdist.placements.rules.shapes import CONSTRAINT, constrained_dim
 from jaxdist.placements.search.sums import added_up_later, used_in_slices
 
 _OPERATIONS, _FEWEST = 30_000, 8  # limit on walks of a block: fewer the more operations it has, down to a minimum
-_SURE = 1 / 5  # extra weight of messages that only a switched option sends: estimates are good to about 20%
+_UNCERTAINTY = 1 / 5  # extra weight of messages that only a switched option sends: estimates are good to about 20%
 
 COST_OF_CONSTRAINT = 2  # times the seconds of a block without them: more is not spent on the user's constraints
 
@@ -37,20 +37,20 @@ def best(
     messages, known = _messages(default), dict[On, tuple[float, Propagation]]()
     most = max(_FEWEST, _OPERATIONS // max(len(block.nodes), 1))
 
-    def value(on: On) -> float:
+    def cost_of(on: On) -> float:
         if on not in known:
             if len(known) > most:
                 return float("inf")  # so that `descend` ends at known values
             placed = place(_together([constraints, *(groups[k] for k in sorted(on))])) if on else default
             others = _messages(placed) - messages  # errors in shared messages cancel
             unsure = sum(times * infer.link.seconds(*message) for message, times in others.items())
-            known[on] = _cost(infer, placed) + _SURE * unsure, placed
+            known[on] = _cost(infer, placed) + _UNCERTAINTY * unsure, placed
         return known[on][0]
 
     switches = [On({k}) for k in range(len(groups))]
     # From all switched as well: options that pay off only together are not found one at a time.
-    start = min(On(), On().union(*switches), key=value)
-    return known[descend(start, switches, lambda on, group: [on ^ group], value)][1]
+    start = min(On(), On().union(*switches), key=cost_of)
+    return known[descend(start, switches, lambda on, group: [on ^ group], cost_of)][1]
 
 
 def _constraints(infer: Inference, block: Block, place: Callable[[Choice], Propagation]) -> tuple[Choice, Propagation]:

@@ -26,7 +26,7 @@ def used_in_slices(infer: Inference, placed: Propagation) -> dict[int, Split]:
         if isinstance(split, Split) and not node.eqn.effects:
             described = block.factors(node) if not any(isinstance(placements[i], Split) for i in node.ins) else None
             factor = described.results[0][split.dim] if described else None
-            if described and factor is not None:
+            if described and factor is not None and described.is_even(factor):
                 operands = described.operands
                 in_forms = [split.along(dims.index(factor)) if factor in dims else REPLICATED for dims in operands]
         for i, target in zip(node.ins, in_forms, strict=True):

@@ -108,7 +108,7 @@ def _chosen(
     works = [_on_one(infer, placed, component) for component in parts]
     total = sum(work.seconds for work in works)
     stacks: list[list[Work]] = []
-    musts: list[Work] = []  # they get owners in any case
+    required: list[Work] = []  # they get owners in any case
     others: list[tuple[Work, float]] = []  # with their seconds on slices
     for work in works:
         must = infer.split == "owners" or any(id(node) in unsliceable for node in work.component.nodes)
@@ -121,20 +121,20 @@ def _chosen(
         if stack is not None and (stack.seconds * n <= _SLACK * work.seconds or work.seconds * n > total):
             stacks.append([stack])
         elif must:
-            musts.append(work)
+            required.append(work)
         else:
             others.append((work, slices))
-    owned = _cheapest(musts, others, n, link)
+    owned = _cheapest(required, others, n, link)
     for work, owner in zip(owned, _assigned(owned, n, link)[1], strict=True):
         work.owner = owner
     return [*stacks, [work for work in works if work in owned]] if owned else stacks
 
 
-def _cheapest(musts: Sequence[Work], others: Sequence[tuple[Work, float]], n: int, link: Link) -> list[Work]:
+def _cheapest(required: Sequence[Work], others: Sequence[tuple[Work, float]], n: int, link: Link) -> list[Work]:
     """Return what gets an owner so that all, on owners and on slices, takes least."""
     # A giant's owner finishes long after the others: what sends most stays on slices first.
     others = sorted(others, key=lambda other: other[0].sent)
-    ways = [[*musts, *(work for work, _ in others[:k])] for k in range(len(others) + 1)]
+    ways = [[*required, *(work for work, _ in others[:k])] for k in range(len(others) + 1)]
     left = [sum(slices for _, slices in others[k:]) for k in range(len(others) + 1)]
     times = [_assigned(works, n, link)[0] + slices for works, slices in zip(ways, left, strict=True)]
     return ways[times.index(min(times))]

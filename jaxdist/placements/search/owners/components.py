@@ -190,7 +190,7 @@ class _Finder:
         made_whole = [
             i for i in node.ins if self._values[i].component is not None and isinstance(placements[i], Replicated)
         ]
-        return any(self._infer.choose(self._block.avals[i].shape) is not None for i in made_whole)
+        return any(self._infer.shard_dim(self._block.avals[i].shape) is not None for i in made_whole)
 
     def _component(self, members: set[int], stage: int) -> Component:
         members = self._with_makers(members)

@@ -43,7 +43,7 @@ def _owners(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     infer, avals = ctx.infer, ctx.block.avals
 
     def sliced(i: int) -> Any:
-        dim = infer.choose(avals[i].shape)
+        dim = infer.shard_dim(avals[i].shape)
         return REPLICATED if dim is None else infer.shard(dim, avals[i].shape[dim])
 
     def arriving_form(i: int, p: Placement) -> Form:
