@@ -33,7 +33,7 @@ def explicit(sizes: dict[str, int], kind: AxisType = EXPLICIT, devices: Any = No
 
 
 DATA, BOTH = explicit({"data": 8}), explicit({"data": 4, "model": 2})
-ONE = explicit({"data": 1}, devices=jax.devices()[:1])
+ONE, FOUR = explicit({"data": 1}, devices=jax.devices()[:1]), jax.devices()[:4]
 
 
 def trained(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,10 +175,16 @@ def test_one_update_of_a_dimension_that_two_axes_cut() -> None:
         changed = constrain(x @ w).at[:, 0].set(1.0)
         return 2 * w, (changed.sum(0), changed)
 
-    with jax.set_mesh(explicit({"data": 4, "model": 2}, AUTO)):
+    w, x, two_by_two = (
+        RNG.normal(size=(12, 12)),
+        RNG.normal(size=(5, 12)),
+        explicit({"data": 2, "model": 2}, AUTO, FOUR),
+    )
+    with jax.set_mesh(two_by_two):
         by_columns = functools.partial(lax.with_sharding_constraint, shardings=P(None, "data"))
-        constrained = jaxdist.parallel(functools.partial(step, by_columns), mesh=BOTH, layouts={"w": 1})
-        close(constrained(W, X[:7]), jax.jit(functools.partial(step, lambda x: x))(W, X[:7]))
+        constrained = functools.partial(step, by_columns)
+        over = jaxdist.parallel(constrained, mesh=two_by_two, batch_argnums=1, layouts={"w": 1})
+        close(over(w, x), jax.jit(functools.partial(step, lambda x: x))(w, x))
 
 
 # --- where results live
