@@ -16,8 +16,6 @@ COLUMNS = {
 # What a step costs beside what it cannot do without, and beside torch. Processors change these less than milliseconds.
 RATIOS = {
     "`jax.jit` and a bare all-reduce": Comparison("jaxdist mpi 0", ("1 rank: jit", "raw allreduce")),
-    "JAX by hand": Comparison("jaxdist xla 0", ("gloo flat",)),
-    "on one rank, `jax.jit`": Comparison("1 rank: jaxdist", ("1 rank: jit",)),
     "torch DDP": Comparison("jaxdist mpi 0", ("torch DDP",)),
     "torch FSDP2": Comparison("jaxdist mpi 3", ("torch FSDP2",)),
 }
@@ -31,16 +29,14 @@ def page(found: dict[str, Any] | None) -> str:
 
 START = """# Performance
 
-Two processes ran on two cores of one CPU, with one thread each. Nobody has measured jaxdist on several GPUs. The models
-are small, so communication weighs more than in large ones.
+Two processes ran on two cores of one CPU, with one thread each. The models are small, so communication weighs more than
+in large ones.
 
-All variants train the same weights on the same batches in float32 with Adam, and their losses agree. They take turns;
-each number is a median.
+All variants train the same weights on the same batches in float32 with Adam, and take turns; numbers are medians.
 """
 END = """- **Each call** costs the host 20 to 130 µs more than a call of `jax.jit`, for 10 to 200 arrays of state.
 
-[All tables](../benchmarks/results/tables.md) cover every variant, memory, collectives, and estimates. To
-measure yours: `python benchmarks --torch PYTHON`.
+[All tables](../benchmarks/results/tables.md) cover every variant, memory, collectives, and estimates.
 """
 
 
@@ -58,14 +54,13 @@ Milliseconds per step on an {report.processor(found)}. Level 3 shards parameters
 
 ![Time of a step on two ranks](img/step_time.png)
 
-"JAX by hand" sends all gradients in one buffer. MLP-deep has 100 layers. LeNet's convolutions are matrix products,
-LeNet-conv's are XLA's.
+"JAX by hand" sends all gradients in one buffer. MLP-deep has 100 layers.
 
 jaxdist's time divided by that of others, with the range over rounds, depends less on the processor:
 
 {report.table(["", *RATIOS], spreads)}
 
-PyTorch was faster here (over MPI unless noted):
+PyTorch was faster here:
 
 {chr(10).join(slower)}
 """
