@@ -17,7 +17,17 @@ from jaxdist.placements.model.block import Block, Node
 from jaxdist.placements.model.factors import FACTORS, Factors, Params, Shapes, einsum
 from jaxdist.placements.model.named_kernels import TWINS, twin_of
 from jaxdist.placements.model.strategy import DeviceContext, Run, Strategy, sliced
-from jaxdist.placements.model.values import Partial, Placement, Split, form, local_shape, whole_if_deferred
+from jaxdist.placements.model.values import (
+    REPLICATED,
+    Deferred,
+    Partial,
+    Placement,
+    Split,
+    form,
+    local_shape,
+    tile,
+    whole_if_deferred,
+)
 from jaxdist.placements.rules.context import SPECIAL, RuleContext, refuse, special
 from jaxdist.placements.rules.run import Cut, repeat_last
 
@@ -197,11 +207,24 @@ def _as_twin(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
     shapes = [local_shape(shape, p) for shape, p in zip(ctx.block.shapes(node.ins), taken, strict=True)]
     if (on_slices := twin_of(node, tuple(shapes))) is None or not _are_alike(block, ctx.infer.block(on_slices)):
         return None
-    made, part = [whole_if_deferred(p) for p in placed.out_placements], ctx.infer.block(on_slices)
-    if part.shapes(part.outputs) != [local_shape(s, p) for s, p in zip(ctx.block.shapes(node.outs), made, strict=True)]:
-        return None  # a deferred result has as many entries as there are rows
-    run: Run = lambda device, node, xs: device.bind(node, xs, _on_slices(node.eqn.params, placed.out_placements))
-    return Strategy([form(p) for p in taken], made, run)
+    part = ctx.infer.block(on_slices)
+    shapes_of_results = zip(ctx.block.shapes(node.outs), part.shapes(part.outputs), strict=True)
+    made = [_result(p, *shapes, ctx.n) for p, shapes in zip(placed.out_placements, shapes_of_results, strict=True)]
+    results = [p for p in made if p is not None]
+    if len(results) < len(made):
+        return None
+    run: Run = lambda device, node, xs: device.bind(node, xs, _on_slices(node.eqn.params, results))
+    return Strategy([form(p) for p in taken], results, run)
+
+
+def _result(p: Placement, whole: tuple[int, ...], part: tuple[int, ...], devices: int) -> Placement | None:
+    """Return the placement of a result that has this shape on a device; a twin makes a deferred one in any form."""
+    if not isinstance(p, Deferred):
+        return p if local_shape(whole, p) == part else None
+    cuts = [tile(d, n, devices) for d, (n, here) in enumerate(zip(whole, part, strict=True)) if n != here]
+    if not cuts:
+        return REPLICATED
+    return cuts[0] if cuts[0].shape(whole) == part else None
 
 
 def _are_alike(whole: Block, part: Block) -> bool:

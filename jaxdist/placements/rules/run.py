@@ -68,7 +68,7 @@ class Cut:
         params = node.eqn.params
         if described.params is not None:
             params = described.params(params, factor, split)
-        if split.is_padded(device.n) and params.get("unique_indices"):
+        if kind is not None and split.is_padded(device.n) and params.get("unique_indices"):
             params = {**params, "unique_indices": False}  # padding has the last index once more
         if kind is None:
             results = device.bind(node, xs, params)
