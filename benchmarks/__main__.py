@@ -44,7 +44,7 @@ The machines:
 
 
 def measured(results: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the results that are there, with the name of their benchmark."""
+    """Yield the stored results of each benchmark, after its name."""
     for name in TITLES:
         if (path := results / f"{name}.json").exists():
             yield name, json.loads(path.read_text())

@@ -13,7 +13,7 @@ COLUMNS = {
 }  # fmt: skip
 
 
-# What a step costs beside what it cannot do without, and beside torch. Processors change these less than milliseconds.
+# The time of a step over that of its indispensable parts, and of torch: processors change it less than milliseconds.
 RATIOS = {
     "`jax.jit` and a bare all-reduce": Comparison("jaxdist mpi 0", ("1 rank: jit", "raw allreduce")),
     "torch DDP": Comparison("jaxdist mpi 0", ("torch DDP",)),
@@ -56,7 +56,7 @@ Milliseconds per step on an {report.processor(found)}. Level 3 shards parameters
 
 "JAX by hand" sends all gradients in one buffer. MLP-deep has 100 layers.
 
-jaxdist's time divided by that of others, with the range over rounds, depends less on the processor:
+Ratios of jaxdist's time depend less on the processor (with ranges over rounds):
 
 {report.table(["", *RATIOS], spreads)}
 
