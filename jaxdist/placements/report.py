@@ -95,10 +95,11 @@ def _not_followed(over: Propagation) -> Iterator[Row]:
     for placed, _ in over.blocks():
         name, devices = placed.axis.name, placed.axis.size
         for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
-            dim = constrained_dim(node, name)
-            (result, *_), (value, *_) = (*strategy.out_placements, None), (*node.outs, 0)
-            if dim is not None and not (isinstance(result, Split) and result.dim == dim):
-                length = placed.block.avals[value].shape[dim]
+            if (dim := constrained_dim(node, name)) is None:
+                continue
+            (result,), (shape,) = strategy.out_placements, placed.block.shapes(node.outs)
+            if not (isinstance(result, Split) and result.dim == dim):
+                length = shape[dim]
                 why = f"with it, this part of the step would take more than {COST_OF_CONSTRAINT} times as long"
                 why = f"dimension {dim} has {length} entries for {devices} devices" if length < devices else why
                 yield Row(name, _NOT_FOLLOWED, node.name, node.line, why=why)
