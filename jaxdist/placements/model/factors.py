@@ -295,9 +295,7 @@ def einsum(rule: str) -> Rule:
     equation = rule.replace(" ", "")
     twice = any(word.count(c) > 1 for word in equation.replace("->", ",").split(",") for c in {*word} - {"."})
     if equation.count("->") != 1 or set(equation) - set("->,.") - set(string.ascii_letters) or twice:
-        raise ValueError(
-            f"rule={rule!r}: expected a description such as 'b..., .d -> b.', no letter twice in one, or a function"
-        )
+        raise ValueError(f"rule={rule!r}: expected a description such as 'b..., .d -> b.', or a function")
     left, right = equation.split("->")
     letters = {c: i for i, c in enumerate(dict.fromkeys(filter(str.isalpha, equation)))}
     operands, results = (
