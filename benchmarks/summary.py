@@ -13,7 +13,7 @@ COLUMNS = {
 }  # fmt: skip
 
 
-# The time of a step over that of its indispensable parts, and of torch: processors change it less than milliseconds.
+# The time of a step over that of its indispensable parts, which processors change little, and of torch.
 RATIOS = {
     "`jax.jit` and a bare all-reduce": Comparison("jaxdist mpi 0", ("1 rank: jit", "raw allreduce")),
     "torch DDP": Comparison("jaxdist mpi 0", ("torch DDP",)),
@@ -34,7 +34,7 @@ in large ones.
 
 All variants train the same weights on the same batches in float32 with Adam, and take turns; numbers are medians.
 """
-END = """- **Each call** costs the host 20 to 130 µs more than a call of `jax.jit`, for 10 to 200 arrays of state.
+END = """- **Each call** costs the host 25 to 140 µs more than a call of `jax.jit`, for 10 to 200 arrays of state.
 
 [All tables](../benchmarks/results/tables.md) cover every variant, memory, collectives, and estimates.
 """
@@ -56,7 +56,7 @@ Milliseconds per step on an {report.processor(found)}. Level 3 shards parameters
 
 "JAX by hand" sends all gradients in one buffer. MLP-deep has 100 layers.
 
-Ratios of jaxdist's time depend less on the processor (with ranges over rounds):
+As multiples, with ranges over rounds (the first depends least on the processor):
 
 {report.table(["", *RATIOS], spreads)}
 

@@ -1,7 +1,7 @@
 """`value_and_grad` and `grad`: JAX's, plus gradient accumulation over microbatches."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -63,7 +63,7 @@ def value_and_grad(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         batch = _positions(-1 if batch_argnums is None else batch_argnums, args)
         if batch_argnums is None:
-            _check_last(args, _positions(argnums, args))
+            _check_last(args, kwargs, _positions(argnums, args))
         if both := batch & _positions(argnums, args):
             raise ValueError(
                 f"argument {min(both)} is differentiated and split into microbatches: its gradient has no one "
@@ -184,17 +184,27 @@ def _wide(dtype: Any) -> Any:
     return jnp.dtype("float32") if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
 
 
-def _check_last(args: Sequence[Any], differentiated: set[int]) -> None:
+def _check_last(args: Sequence[Any], kwargs: Mapping[str, Any], differentiated: set[int]) -> None:
     """Refuse to take the last argument alone for the batch where a different one looks as much like it."""
-    lengths = [{jnp.shape(x)[0] if jnp.ndim(x) else None for x in jax.tree.leaves(a)} for a in args]
-    sizes = [s.pop() if len(s) == 1 else None for s in lengths]
-    last = sizes[-1]
-    for i, size in enumerate(sizes[:-1]):
-        if i not in differentiated and size is not None and last is not None and size >= last:
-            raise ValueError(
-                f"argument {i} has {size} entries along its first dimension, and the last one {last}: which is the "
-                f"batch that microbatches splits? batch_argnums={i}, {len(args) - 1} or ({i}, {len(args) - 1}) says so"
+    last = _length(args[-1])
+    others = {i: a for i, a in enumerate(args[:-1]) if i not in differentiated}
+    for name, size in ((name, _length(a)) for name, a in (*others.items(), *kwargs.items())):
+        if size is not None and last is not None and size >= last:
+            fix = (
+                f"batch_argnums={name}, {len(args) - 1} or ({name}, {len(args) - 1}) says so"
+                if name in others
+                else "pass it by position; batch_argnums= says which arguments are the batch"
             )
+            raise ValueError(
+                f"argument {name} has {size} entries along its first dimension, and the last one by position {last}: "
+                f"which is the batch that microbatches splits? {fix}"
+            )
+
+
+def _length(arg: Any) -> int | None:
+    """Return the length along the first dimension that all leaves of an argument have."""
+    lengths = {jnp.shape(x)[0] if jnp.ndim(x) else None for x in jax.tree.leaves(arg)}
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def _check_batch(args: Sequence[Any], batch: set[int], k: int) -> None:

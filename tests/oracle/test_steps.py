@@ -427,11 +427,17 @@ def test_low_precision_is_accumulated_in_float32() -> None:
         ({"microbatches": 0}, (W, X), ("microbatches",)),
         ({"microbatches": 2, "batch_argnums": (0, 1)}, (W, X), ("0",)),
         ({"microbatches": 2}, (W, 3.0), ("batch_argnums",)),
+        ({"microbatches": 2}, (W, X, X), ("argument 1", "batch_argnums")),
     ],
 )
 def test_bad_microbatches(settings_: Any, args: Any, tokens: tuple[str, ...]) -> None:
     with raises(ValueError, *tokens):
         jaxdist.value_and_grad(loss_of, **settings_)(*args)
+
+
+def test_microbatches_of_a_batch_by_name() -> None:
+    with pytest.raises(ValueError, match="argument y"):
+        jaxdist.grad(lambda w, x, y: jnp.mean((x @ w - y) ** 2), microbatches=2)(W, X, y=jnp.ones(len(X)))
 
 
 def test_two_batches_in_microbatches() -> None:
