@@ -32,7 +32,8 @@ class Ledger:
     def __init__(self, context: Context):
         self.count = 0
         self._context, self._control = context, context.control
-        self._lock = threading.Lock()  # this rank enters a call, or its watcher judges: never both at once
+        self._calling = threading.RLock()  # held by the thread that makes a call
+        self._lock = threading.RLock()  # this rank enters a call, or its watcher judges: never both at once
         self._named: deque[str] = deque(maxlen=_NAMED)
         self._last, self._run = b"", 0  # the last call, and how often it was made in a row
         self._turns: dict[tuple[bytes, int], bytes] = {}  # the call that followed a run of equal calls
@@ -43,16 +44,28 @@ class Ledger:
             self._control.listen("enter", lambda rank, entry: self._waits(rank, *entry))
             self._control.listen("bye", self._left)
 
-    def begin(self) -> None:
+    def __enter__(self) -> None:
         """Begin a call: wait for the one before, if a different thread made it."""
+        if self._control.size == 1:
+            return
+        if not self._calling.acquire(blocking=False):
+            raise RuntimeError(
+                f"rank {self._context.rank}: two threads call jaxdist at the same time, and nothing says that all "
+                "ranks make these calls in the same order: let one thread make them, or one wait for the other"
+            )
         # XLA runs the programs of one thread on CPUs one after the other. Those of two run at once, and would take each
         # other's messages.
-        if self._control.size == 1 or (thread := threading.current_thread()) is self._thread:
+        if (thread := threading.current_thread()) is self._thread:
             return
         output, self.output, self._thread = self.output, None, thread
         with contextlib.suppress(RuntimeError):  # it was donated to a later program, or its own program failed
             if output is not None:
                 output.block_until_ready()
+
+    def __exit__(self, *_: object) -> None:
+        """End a call; its program may still run."""
+        if self._control.size > 1:
+            self._calling.release()
 
     def waits(self, entry: Entry) -> bool:
         """Check whether a call must be compared first: unexpected, awaited by a rank, or after one that failed."""

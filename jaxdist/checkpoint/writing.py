@@ -127,7 +127,12 @@ def save(path: str | os.PathLike[str], state: Any, step: int, *, wait: bool = Tr
 
     errors, advice = (CheckpointError, FileExistsError, ValueError, TypeError, ImportError), "Pass the same everywhere"
     (final, leaves), tokens = on_every_rank(ctx, "save", prepare, raises=errors, advice=advice)
-    parts = {name: _part(ctx, x, copy=not wait) for name, x in leaves.items()}
+    parts, mistake = _Parts(), None
+    try:
+        _at_exit(ctx)
+        parts = {name: _part(ctx, x, copy=not wait) for name, x in leaves.items()}
+    except Exception as error:  # the other ranks, which wait for this one from here on, are told
+        mistake = error
     token, unchanged = tokens[0], f"checkpoint {final} was not written (earlier ones are unchanged)"
     # A new name, so leftovers of a killed job do not matter.
     temporary = final.with_name(f"{step}.{token}{directory.UNFINISHED}")
@@ -135,7 +140,8 @@ def save(path: str | os.PathLike[str], state: Any, step: int, *, wait: bool = Tr
     def write() -> None:
         on_each = functools.partial(_on_every_rank_by_mail, ctx, unchanged)
         try:
-            told = on_each(f"save/{token}/write", lambda: _write(ctx, temporary / directory.ITEM, parts))
+            item = temporary / directory.ITEM
+            told = on_each(f"save/{token}/write", lambda: _write(ctx, item, parts, mistake))
             conclude = lambda: _conclude(temporary, final, parts, told) if ctx.is_root else None
             on_each(f"save/{token}/conclude", conclude)
         except BaseException as error:
@@ -148,7 +154,6 @@ def save(path: str | os.PathLike[str], state: Any, step: int, *, wait: bool = Tr
             directory.tidy(final, keep)
 
     global _pending
-    _at_exit(ctx)
     saving = _pending = Saving(int(step), write)
     if wait:
         saving.wait()
@@ -214,8 +219,10 @@ def _part(ctx: Context, x: Any, copy: bool) -> tuple[Leaf, Any]:
     return leaf, checksums(whole, whole.shape)
 
 
-def _write(ctx: Context, item: Path, parts: _Parts) -> list[Checksums]:
-    """Write this rank's part, and return its checksums of each leaf."""
+def _write(ctx: Context, item: Path, parts: _Parts, mistake: Exception | None) -> list[Checksums]:
+    """Write this rank's part, and return its checksums of each leaf; or raise the error that it has met before."""
+    if mistake is not None:
+        raise mistake
     mine = {name: x for name, (_, x) in parts.items() if not isinstance(x, dict)}
     item.mkdir(parents=True, exist_ok=True)
     if mine:

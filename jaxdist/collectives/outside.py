@@ -4,7 +4,6 @@ The program is a function of `jaxdist.collectives.in_step`, over the first devic
 """
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,7 +35,6 @@ class Outside:
     def __init__(self, ctx: Context):
         self._ctx = ctx
         self._number = 0
-        self._lock = threading.Lock()  # threads must keep one order on all ranks
         self._ledger = ctx.only(Ledger)
         self._planned = functools.lru_cache(maxsize=1024)(self._plan)
         self._first = map_of(ctx.mesh).first_devices
@@ -44,9 +42,8 @@ class Outside:
     @compat.under_no_mesh
     def run(self, kind: str, tree: Any, arguments: dict[str, Any]) -> Any:
         """Make a call, and return this process's result with the structure of the tree."""
-        with self._lock:
+        with self._ledger:
             self._number += 1
-            self._ledger.begin()
             try:
                 structure, names, arrays = flat(kind, tree)
                 if arguments.get("op") in ("sum", "prod"):
@@ -59,7 +56,10 @@ class Outside:
                 self._agree(Description(kind, problem=in_words(error)))
                 raise
             self._agree(description)
-            return jax.tree.unflatten(structure, results(arrays) if arrays else [])
+            with self._ctx.watchdog.call(str(description)) as active:
+                parts = results(arrays) if arrays else []
+            active.finish(self._ledger.output)
+            return jax.tree.unflatten(structure, parts)
 
     def _plan(
         self, kind: str, of: tuple[tuple[str, Any], ...], names: tuple[str, ...], types: tuple[Any, ...]

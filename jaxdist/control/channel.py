@@ -64,7 +64,8 @@ class Control(Process):
             _MAIL: lambda rank, mail: self._box(mail[0], rank).put(mail[1]),
             _STOP: self._stop,
         }
-        self._exchange_lock = threading.Lock()  # one exchange at a time
+        self._exchange_lock = threading.RLock()  # one exchange at a time, also of a thread and its signal handlers
+        self._exchanges = False
         self._number = 0  # of the last one
         self._answers: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self._lost = ""  # why there can be no exchange any more
@@ -116,9 +117,18 @@ class Control(Process):
         with self._exchange_lock:
             if self._lost:
                 raise ControlError(f"rank {self.rank}: {self._lost}")
-            self._number += 1
-            self._send(("enter", self._number, tag, value, Entry(self.position(), what or repr(tag))))
-            kind, _, payload = self._answer(tag, timeout)
+            if self._exchanges:
+                raise RuntimeError(
+                    f"rank {self.rank}: {tag} in a signal handler, in the middle of another call of jaxdist: let the "
+                    "handler set a flag, and look at it after the call, on every rank alike"
+                )
+            self._exchanges = True
+            try:
+                self._number += 1
+                self._send(("enter", self._number, tag, value, Entry(self.position(), what or repr(tag))))
+                kind, _, payload = self._answer(tag, timeout)
+            finally:
+                self._exchanges = False
         if kind == "error":
             self.stay_if_ending()
             raise ControlError(f"rank {self.rank}: {payload}")

@@ -1,11 +1,11 @@
-"""Never a silent hang: a rank that waits too long in a call of a step finds out who is missing, and where it is."""
+"""Never a silent hang: a rank that waits too long in a call finds out who is missing, and where it is."""
 
 import contextlib
 import itertools
 import queue
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ _SMALL = 1 << 16  # elements of an output that may be kept a little longer than 
 
 @dataclass(eq=False)
 class ActiveCall:
-    """A call of a step that this rank has entered: nothing can stop it from its collectives."""
+    """A step or an eager collective that this rank has entered: nothing can stop it from its messages."""
 
     what: str  # names it
     position: int  # in the ledger, from 1
@@ -56,8 +56,8 @@ class _Report(NamedTuple):
     """The position of a rank."""
 
     position: int  # calls that it has entered
-    busy: bool  # whether the newest of a step is not over
-    failed: tuple[int, str]  # where in the ledger a call has ended with an error, the newest of a step, and with which
+    busy: bool  # whether the newest is not over
+    failed: tuple[int, str]  # where in the ledger a call has ended with an error, the newest, and with which
     at: str  # the line of Python in which its main thread is
 
 
@@ -79,14 +79,20 @@ class Watchdog:
         if control.size > 1:
             threading.Thread(target=self._watch, name="jaxdist-watchdog", daemon=True).start()
 
-    def enter(self, what: str) -> ActiveCall:
-        """This rank has entered a call of a step for good, which is in the ledger."""
-        self._newest = ActiveCall(what, self._control.position())
-        return self._newest
+    @contextlib.contextmanager
+    def call(self, what: str) -> Iterator[ActiveCall]:
+        """Enter a call for good, which is in the ledger; if it has no error, its `finish` is to be called."""
+        self._newest = active = ActiveCall(what, self._control.position())
+        try:
+            yield active
+        except BaseException as error:
+            active.finish(None, type(error).__name__)
+            self._control.stay_if_ending()  # a rank that left may be its cause
+            raise
 
     @property
     def failed(self) -> bool:
-        """Return whether the newest call of a step on this rank is known to have failed."""
+        """Return whether the newest call on this rank is known to have failed."""
         return self._newest is not None and bool(self._newest.finished() and self._newest.error)
 
     def whereabouts(self, ranks: Collection[int], position: int = 0) -> str | None:

@@ -42,7 +42,8 @@ class Verify:
           with ``equal=None``, an operation that has no exact counterpart. ``print`` it.
 
         Raises:
-          ValueError: `points` is not positive, or ``strict=True`` with ``compress=``, which rounds gradients.
+          ValueError: `points` is not positive, or ``strict=True`` with ``compress=``, which rounds gradients; (on every
+            rank) the ranks make different calls, or have different programs, of which none has run.
 
         References:
           J. T. Schwartz, *Fast probabilistic algorithms for verification of polynomial identities*, J. ACM 27 (1980).

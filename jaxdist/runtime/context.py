@@ -88,7 +88,7 @@ class Context:
 
         The devices take equally many rows, in order; where they do not divide the batch, the last ones take fewer, or
         none. 64 rows on three processes are 22, 22 and 20. Processes with the same position on the data axis pass the
-        same rows.
+        same rows. Every rank calls it: jaxdist tells by it which batch the rows of a call are of.
 
         Args:
           batch_size: the number of rows of the whole batch.

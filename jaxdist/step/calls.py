@@ -20,6 +20,7 @@ from jaxdist.compilation.tracing import without_collections
 from jaxdist.mesh import MODEL
 from jaxdist.placements import report
 from jaxdist.placements.model.layouts import Layout, physical
+from jaxdist.proof.compare import Verified
 from jaxdist.runtime.context import Context, machine_of
 from jaxdist.step import batch
 from jaxdist.step.cached_call import CachedCall
@@ -28,8 +29,9 @@ from jaxdist.step.donated import Donation, check_not_donated
 from jaxdist.step.donated import latest as latest_donations
 from jaxdist.step.leaves import dim_along, spans, type_key
 from jaxdist.step.placer import ELSEWHERE, Placer
-from jaxdist.step.proving import require_equal
+from jaxdist.step.proving import require_equal, verified_on_all
 from jaxdist.step.reading import Reader
+from jaxdist.step.records import Entries
 from jaxdist.step.values import DifferingRanks, ValueCheck
 from jaxdist.text import say_once
 
@@ -98,8 +100,12 @@ class Calls:
         self._proven.clear()
 
     def run(self, args: Args, keywords: tuple[str, ...], pinned: Pinned | None = None) -> PyTree:
+        """The result of a call, which is the only one of this rank meanwhile."""
+        with self._ledger:
+            return self._result(args, keywords, pinned)
+
+    def _result(self, args: Args, keywords: tuple[str, ...], pinned: Pinned | None) -> PyTree:
         """The result of a call: its program, known or new, on its arguments, once they are on the mesh."""
-        self._ledger.begin()
         name = self._next_name()
         self._ledger.check_all_here(name.step)
         objects = None
@@ -169,15 +175,10 @@ class Calls:
         # Before its arguments are placed: other ranks count on this call, even if that or the program fails here. A
         # rank that went on to the next call would add its rows to theirs of this one.
         self._ledger.enter(cached.entry)
-        active = self.context.watchdog.enter(str(name))
         self._entered = name.number
-        try:
+        with self.context.watchdog.call(str(name)) as active:
             state, batch = cached.arguments(leaves, self.placer)
             result, counts = program(state, batch)
-        except BaseException as error:
-            active.finish(None, type(error).__name__)
-            self.context.control.stay_if_ending()  # a rank that left may be its cause
-            raise
         active.finish(result)
         self._ledger.output = active.output
         return state, result, counts
@@ -212,6 +213,30 @@ class Calls:
         in_shards = {i: layout for i, layout in layouts if isinstance(layout, Layout)}
         elsewhere = {i: dim for i, x in layouts if x is ELSEWHERE and (dim := dim_along(data[i], MODEL)) is not None}
         return self.cache.program(signature, self.placer.types(signature, data), in_shards, elsewhere)
+
+    def verified(self, arguments: Arguments, points: int, strict: bool) -> Verified:
+        """Compare the program for these arguments with the step. Every rank calls it."""
+        name, how = self._next_name(), [("points", str(points)), ("strict", str(strict))]
+        with self._ledger:
+            try:
+                program, data = self._to_verify(name, arguments, how)
+            except OtherRows as other:
+                program, data = self._to_verify(name, arguments, how, other.total)
+            return verified_on_all(name.step, self.placer, program.placed, data, points, strict)
+
+    def _to_verify(
+        self, name: CallName, arguments: Arguments, how: Entries, totals: Sequence[int | None] | None = None
+    ) -> tuple[Program, list[Leaf]]:
+        """Return the program to verify, on which all ranks agree, and its data."""
+        rows = self._rows(arguments.leaves, totals)
+        try:
+            signature, data = self.read(arguments, rows)
+            program = self.program(signature, data)
+        except Exception as error:
+            self._comparison.report(name, error, rows)
+            raise
+        self._comparison.of_verify(name, signature, data, how, program, rows)
+        return program, data
 
     def _rows(self, leaves: Sequence[Leaf], totals: Sequence[int | None] | None = None) -> Rows:
         """Return the rows of each leaf, of this rank and of all: `totals`, or as far as this rank knows."""

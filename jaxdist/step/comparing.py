@@ -116,6 +116,15 @@ class CallComparison:
             text = f"step {name.step!r}, and an error: {in_words(error)}"
             agree(self._context, self._tag, about, text, None, (), rows, self._placer.device_map.sharers)
 
+    def of_verify(
+        self, name: CallName, signature: Signature, data: Sequence[Leaf], how: Entries, program: Program, rows: Rows
+    ) -> None:
+        """Raise the same error on every rank unless all verify the same program in the same way."""
+        entries = self._entries(signature, data, list(map(self._placer.layout, data)))
+        about = Description(f"verify step {name.step!r}", (*entries, *how))
+        sharers = self._placer.device_map.sharers
+        agree(self._context, self._tag, about, about.call, program.traced, (), rows, sharers)
+
     @property
     def _tag(self) -> str:
         return f"call {self._ledger.count + 1} of the job"

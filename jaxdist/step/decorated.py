@@ -28,7 +28,6 @@ from jaxdist.runtime.context import Context, get_context, machine_of, map_of
 from jaxdist.step import batch
 from jaxdist.step.calls import Arguments, Calls
 from jaxdist.step.leaves import abstract, sharding_over_any
-from jaxdist.step.proving import verified_on_all
 from jaxdist.step.stages import Lowered, Traced
 from jaxdist.text import name_of
 from jaxdist.tracebacks import api_boundary
@@ -142,16 +141,17 @@ class DataParallel(Generic[P, R]):
         """Compare the program for these arguments with the step (`jaxdist.verify`). Every rank calls it."""
         if is_traced(args, kwargs):
             raise StepError("jaxdist.verify compares programs: call it outside of jax.jit and of other transformations")
-        calls = self._calls(args, kwargs)
-        signature, leaves = self._read(calls, args, kwargs)
-        placed = calls.program(signature, leaves).placed
-        return verified_on_all(self._base, calls.placer, placed, leaves, points, strict)
+        return self._calls(args, kwargs).verified(self._arguments(args, kwargs), points, strict)
 
     def _read(self, calls: Calls, args: Args, kwargs: Kwargs) -> tuple[Signature, list[Leaf]]:
-        """Return the signature of a call and its leaves, with objects of nnx as their arrays."""
+        """Return the signature of a call and its leaves."""
+        return calls.read(self._arguments(args, kwargs))
+
+    def _arguments(self, args: Args, kwargs: Kwargs) -> Arguments:
+        """Return the arguments of a call, with objects of nnx as their arrays."""
         args, keywords = self._settings.calling.arrange(args, kwargs)
         args = modules.split(args)[0] if modules.has_objects(args) else args
-        return calls.read(Arguments(args, keywords, *flat(args, keywords)))
+        return Arguments(args, keywords, *flat(args, keywords))
 
     def _calls(self, args: Args, kwargs: Kwargs, where_user_is: bool = True) -> Calls:
         """The calls of the step, once its devices are settled; with ``mesh="auto"`` for a call of these arguments."""

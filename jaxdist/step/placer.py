@@ -138,12 +138,14 @@ class Placer:
         if isinstance(current, Layout) and current is not target and layout(*current.cuts, host=target.host) is target:
             array = copied(physical(x), sharding(self.mesh, target))
             return array if target.is_plain else Padded(array, target)
-        x = self._unpadded(x)
-        if spans(x):
-            x = (x if x.is_fully_replicated else self._replicate(x)).addressable_data(0)
-        x = target.padded(np.asarray(x))
+        x = target.padded(np.asarray(self.whole(x)))
         array = from_host(x.shape, sharding(self.mesh, target), lambda index: np.array(x[index]))
         return array if target.is_plain else Padded(array, target)
+
+    def whole(self, x: Leaf) -> Leaf:
+        """Return a leaf that this process has whole, without padding. Every rank calls it."""
+        x = self._unpadded(x)
+        return (x if x.is_fully_replicated else self._replicate(x)).addressable_data(0) if spans(x) else x
 
     def _unpadded(self, x: Leaf) -> Leaf:
         """Return a leaf without the padding that it has from a different mesh."""

@@ -13,7 +13,6 @@ from jaxdist.errors import StepError
 from jaxdist.proof.compare import Verified, verified
 from jaxdist.proof.evaluate import is_float
 from jaxdist.step import batch
-from jaxdist.step.leaves import spans
 from jaxdist.step.placer import Placer
 from jaxdist.text import say_once
 
@@ -28,16 +27,19 @@ def verified_on_all(
     """Compare a program with its step. A difference on any rank is one on all. Every rank calls it."""
     call, context = f"verify step {name!r}", placer.context
     context.control.used = True
-    _, told = on_every_rank(context, call, lambda: Part(None, told=_exact(placed, data)))
-    whole = _joined(placed, told, placer)
-    for k, aval in enumerate(placed.avals):
-        whole[k] = jax.random.wrap_key_data(whole[k], impl=_implementation(aval)) if is_keys(aval) else whole[k]
 
     def on_all(differing: list[int]) -> list[int]:
         _, told = on_every_rank(context, call, lambda: Part(None, told=differing), patient=True)
         return sorted({k for of_rank in told for k in of_rank})
 
-    return verified(placed, whole, points, strict, on_all)
+    with context.watchdog.call(call) as active:
+        _, told = on_every_rank(context, call, lambda: Part(None, told=_exact(placer, placed, data)))
+        whole = _joined(placed, told, placer)
+        for k, aval in enumerate(placed.avals):
+            whole[k] = jax.random.wrap_key_data(whole[k], impl=_implementation(aval)) if is_keys(aval) else whole[k]
+        found = verified(placed, whole, points, strict, on_all)
+    active.finish(None)
+    return found
 
 
 def require_equal(name: str, placer: Placer, placed: PlacedStep, data: Sequence[Leaf]) -> None:
@@ -49,19 +51,18 @@ def require_equal(name: str, placer: Placer, placed: PlacedStep, data: Sequence[
         raise StepError(f"step {name!r}: {found}. Please report it")
 
 
-def _exact(placed: PlacedStep, data: Sequence[Leaf]) -> list[Exact]:
+def _exact(placer: Placer, placed: PlacedStep, data: Sequence[Leaf]) -> list[Exact]:
     """Return this process's part of the leaves that are not floats: labels, counters, keys."""
 
     def exact(x: Leaf, aval: jax.ShapeDtypeStruct) -> Exact:
         if is_float(aval):
             return None
         x = x.array if type(x) is batch.Part else x
-        if spans(x) and x.is_fully_replicated:
-            x = x.addressable_data(0)
-        if isinstance(x, jax.ShapeDtypeStruct) or spans(x):  # there is none, or no process has all of it
+        if isinstance(x, jax.ShapeDtypeStruct):
             shape = jax.eval_shape(jax.random.key_data, aval) if is_keys(aval) else aval
             return np.zeros(shape.shape, shape.dtype)
-        return np.asarray(jax.random.key_data(x)) if is_keys(x) else np.asarray(x).astype(aval.dtype)
+        whole = np.asarray(placer.whole(jax.random.key_data(x) if is_keys(x) else x))
+        return whole if is_keys(x) else whole.astype(aval.dtype)
 
     return [exact(x, aval) for x, aval in zip(data, placed.avals, strict=True)]
 

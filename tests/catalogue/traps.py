@@ -122,6 +122,11 @@ def extremes(_: Any, xs: Any) -> Any:
     return list(map(of_one, xs)), jax.grad(lambda x: jnp.abs(x + 1j * x**2).max())(xs[-1])
 
 
+def by_zero(w: Any, x: Any) -> Any:
+    """Less is sent of what is added up after the division, of summands of both signs; the sum is below zero."""
+    return jnp.exp((x.sum(0) / w[0, 0]).sum()), jnp.exp((x.sum(0) / w[0]) @ jnp.ones(6))
+
+
 NARROW = (np.int8, np.uint32, np.int64, np.float16, jnp.bfloat16, np.float32, np.float64)
 
 
@@ -171,6 +176,7 @@ TRAPS: dict[str, tuple[Callable[[Any, Any], Any], Any, Any, int]] = {
     "a summand that overflows": (of_opposites, jnp.full(3, 1e20, jnp.float32), {
         "half": opposite(30000, np.float16), "single": opposite(2.0**99, np.float32)  # adds up exactly
     }, 2),
+    "a divisor of zero": (by_zero, 0 * abs(W), np.where(np.arange(16) < 2, 1.0, -1.0)[:, None].repeat(6, 1), 8),
     "NaN, devices without any example": (of_the_batch, 0.0, with_value(np.nan, 9), 8),
     "infinity": (of_the_batch, 0.0, with_value(np.inf, 5), 4),
     "minus infinity": (of_the_batch, 0.0, with_value(-np.inf, 8), 2),

@@ -35,15 +35,25 @@ BAD = {
 
 def test_two_ranks(tmp_path: Path) -> None:
     """Each writes its shards; damage of one is told on both; what is wrong on one rank is told on both."""
-    names = ["two_steps", "damaged", "key_of_a_step", "bad_calls", "other_leaves", "full_disk", "not_shared"]
+    names = [
+        "two_steps",
+        "damaged",
+        "key_of_a_step",
+        "bad_calls",
+        "other_leaves",
+        "full_disk",
+        "not_shared",
+        "lost_part",
+    ]
     words = [f'checkpoints:{name}["{tmp_path / name.replace("damaged", "two_steps")}"]' for name in names]
     done, found = jobs.cases(2, "auto", tmp_path, *words, how="hand")
-    _, damaged, _, bad_calls, other_leaves, _, not_shared = found.values()
+    _, damaged, _, bad_calls, other_leaves, _, not_shared, lost_part = found.values()
     for rank in range(2):
         (kind, message), *restored = damaged[rank]
         assert (kind, "leaf w" in message, restored) == ("CheckpointError", True, [10, True]), message
         check(bad_calls[rank], BAD)
         check(not_shared[rank], {"save": ("CheckpointError", "run/1"), "restore": ("FileNotFoundError", "rank 1")})
+        check({"save": lost_part[rank]}, {"save": ("CheckpointError", "lost_part/1", "rank 1", "MemoryError")})
         expected = {n: ("CheckpointError", n, "rank 0", "rank 1") for n in other_leaves[rank]}
         check(other_leaves[rank], expected)
         assert max(len(message) for _, message in other_leaves[rank].values()) < 720

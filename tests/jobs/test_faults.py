@@ -76,6 +76,9 @@ FAULTS = [
     Fault("stuck 0 stops", ("call 3", "rank 0", "does not answer"), (RUN,), env=SHORT, ranks=3),
     Fault("stuck_at_first", ("step 'step'", WHO, "stuck_in_the_loader"), env={"JAXDIST_TIMEOUT": "4"}),
     Fault("stuck_eagerly", ("allreduce", "[3]", WHO, "stuck_in_the_loader"), (MPIRUN,), env=SHORT),
+    Fault("fails_eagerly", ("allreduce", "300000", WHO, "left it with RuntimeError"), (HAND, MPIRUN), env=SHORT),
+    *(Fault(f"calls_in_a_handler {args}", ("rank 0", "signal handler", "RuntimeError")) for args in ("", "1 eagerly")),
+    Fault("two_threads", ("two threads", "RuntimeError"), (HAND, MPIRUN)),
     # Ranks whose programs are not the same: an operation is named, and its line.
     differ("constant", "float32[3,2]", line("x @ given"), quick=True),
     differ("operation", "sin", "tanh", line("jnp.tanh(w)"), on=(MPIRUN,)),

@@ -308,6 +308,12 @@ def test_functions_that_differ(name: str) -> None:
     assert jaxdist.verify.same(f, f, X[:, 0])
 
 
+def test_a_weak_type_is_no_difference() -> None:
+    assert jaxdist.verify.same(lambda x: (x, 1.0), lambda x: (x, jnp.ones(())), X)
+    with raises(ValueError, "different types"):
+        jaxdist.verify.same(lambda x: (x, 1.0), lambda x: (x, jnp.ones((), np.float32)), X)
+
+
 def test_a_cast_is_narrower_if_it_loses_digits_or_range() -> None:
     x = jnp.ones(4, jnp.bfloat16)
     same = lambda a, b: jaxdist.verify.same(lambda x: x.astype(a).astype(b), lambda x: x.astype(b), x, strict=True)

@@ -299,6 +299,13 @@ def test_results_are_split_where_the_devices_divide_them() -> None:
     assert all(x.sharding.is_fully_replicated for x in odd.values())
 
 
+def test_what_is_computed_of_state_in_shards_comes_back_whole() -> None:
+    w = jaxdist.shard(np.arange(16.0))
+    f = lambda w, x: {"double": 2 * w[:, None], "reversed": w[::-1, None]}
+    found = jaxdist.data_parallel(f, batch_argnums="x")(w, X)
+    assert {name: x.sharding.is_fully_replicated for name, x in found.items()} == dict.fromkeys(found, True)
+
+
 # --- few examples travel in place of large weights
 
 

@@ -143,7 +143,8 @@ def _reverse(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
         return None
     ends = [(i, ctx.n - 1 - i) for i in range(ctx.n)]
     run = lambda device, node, xs: [lax.ppermute(device.bind(node, xs)[0], device.axis, ends)]
-    return Strategy([form(p)], [form(p)], run, sends=[Sends("permute", nbytes(aval))])
+    result = replace(p, requested=False, whole=False)
+    return Strategy([form(p)], [result], run, sends=[Sends("permute", nbytes(aval), of_state=p.of_state)])
 
 
 @special("jaxdist_all_gather")

@@ -35,7 +35,7 @@ def _goes_on(block: Block, node: Node) -> bool:
 
 
 # Linear in the first operand, or in either, for any value of the other.
-_IN_THE_FIRST, _IN_EITHER = LINEAR | {"cumsum", "div", "fft"}, ADDITION | CONTRACTION | {"mul", "sub"}
+_IN_THE_FIRST, _IN_EITHER = LINEAR | {"cumsum", "fft"}, ADDITION | CONTRACTION | {"mul", "sub"}
 
 
 def passes(block: Block, node: Node, i: int, ins: Sequence[Placement]) -> bool:
@@ -59,6 +59,8 @@ def passes(block: Block, node: Node, i: int, ins: Sequence[Placement]) -> bool:
         return k == 2 and is_zero(ins[0])
     if node.name == "pad":
         return k == 0 and is_zero(ins[1])
+    if node.name == "div":  # by 0, summands of both signs become inf and -inf, and their sum NaN
+        return k == 0 and bool(_known(ins[1]))
     return node.name in _IN_EITHER or (k == 0 and node.name in _IN_THE_FIRST)
 
 

@@ -123,3 +123,19 @@ def full_disk(path: str) -> list[str]:
     assert jaxdist.latest_step(path) == 1
     assert jaxdist.restore(path, {"w": np.zeros(3, int)})["w"].tolist() == [0, 1, 2]
     return said
+
+
+def lost_part(path: str) -> list[str]:
+    """The last rank cannot copy its leaf once all have agreed to save; the next save works."""
+    from jaxdist.checkpoint import writing  # private: nothing else fails between the agreement and the write
+
+    def fails(x: Any) -> Any:
+        raise MemoryError("no memory on purpose")
+
+    copied = writing.on_host
+    writing.on_host = fails if LAST else copied
+    said = error_of(jaxdist.save, path, {"w": np.arange(3)}, 1)
+    writing.on_host = copied
+    assert jaxdist.latest_step(path) is None
+    jaxdist.save(path, {"w": np.arange(3)}, 1)
+    return said

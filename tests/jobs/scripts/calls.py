@@ -276,10 +276,20 @@ def verified() -> None:
     for label in (labels, whole_labels, jax.ShapeDtypeStruct((ROWS,), np.int64)):
         assert jaxdist.verify(picked, W, label)
     jaxdist.data_parallel(descend, batch_argnums="x", verify=True)(W, X[R])
-    original = emitter.Emitter._reduce
-    emitter.Emitter._reduce = lambda self, i, x, summand: original(self, i, x, summand) * (2 if R == N - 1 else 1)
+    short = ROWS - (R == N - 1)  # as the ranks divide a batch that is one shorter, and none but the last can know
+    assert jaxdist.verify(jaxdist.data_parallel(descend, batch_argnums="x"), W, X[R][:short])
+    differs = jaxdist.data_parallel(lambda w, x: descend(w, x) * (1 + (R == N - 1)), batch_argnums="x")
+    with raises(ValueError, "different programs", f"rank {N - 1}", "calls.py"):
+        jaxdist.verify(differs, W, X[R])
+    with raises(ValueError, "points", f"rank {N - 1}"):
+        jaxdist.verify(jaxdist.data_parallel(descend, batch_argnums="x"), W, X[R], points=1 + (R == N - 1))
+    counts, original = jaxdist.shard(np.arange(4 * ctx.num_devices)), emitter.Emitter._reduce
+    faulty: list[tuple[Any, Any]] = [(descend, W), (lambda counts, x: (counts, counts.sum()), counts)]
+    last = lambda x: x * jnp.where(lax.axis_index("data") == ctx.num_devices - 1, 2, 1).astype(x.dtype)
+    emitter.Emitter._reduce = lambda self, i, x, summand: last(original(self, i, x, summand))
     try:
-        found = jaxdist.verify(jaxdist.data_parallel(descend, batch_argnums="x"), W, X[R])
-        assert (found.equal, found.results) == (False, ("result",)), found
+        for wrong, given in faulty:
+            found = jaxdist.verify(jaxdist.data_parallel(wrong, batch_argnums="x"), given, X[R])
+            assert (found.equal, len(found.results)) == (False, 1), found
     finally:
         emitter.Emitter._reduce = original

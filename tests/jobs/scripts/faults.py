@@ -194,6 +194,42 @@ def stuck_eagerly() -> None:
     jaxdist.allreduce(np.ones(3))
 
 
+def fails_eagerly() -> None:
+    """In a collective that the others are in; the script goes on, to a step that every rank expects."""
+    put = jax.device_put
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("no memory on purpose")
+
+    w, length = train(1), 300_000
+    for call in range(6):
+        jax.device_put = fails if ODD and call == 3 else put  # before a call of a step that compares nothing
+        with contextlib.suppress(RuntimeError):
+            jaxdist.allreduce(np.ones(length, np.float32))
+        jax.device_put = put
+        w = train(1, w)
+
+
+def calls_in_a_handler() -> None:
+    """Of a signal that comes while a call waits for the other rank."""
+    if ODD:
+        time.sleep(3)
+    else:
+        signal.signal(signal.SIGALRM, lambda *_: jaxdist.allreduce(1) if ARGUMENT else ctx.barrier())
+        signal.alarm(1)
+    jaxdist.allreduce(2)
+    jaxdist.barrier()
+
+
+def two_threads() -> None:
+    """Each trains, and nothing says whose call is first."""
+    running = [threading.Thread(target=train, args=(100,)) for _ in range(2)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+
+
 def slow() -> None:
     """No fault: no rank is missing, and it takes its time."""
 
