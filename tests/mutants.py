@@ -190,7 +190,7 @@ MUTANTS: list[Mutant] = [
            "jnp.where(_is(indices, column), indices - start, indices)", "indices",
            "tests/oracle/test_meshes.py -k vocabulary"),
     Mutant("a built weight's gradient is sent whole", "jaxdist/placements/search/options.py",
-           "choices.append(Choice(later=later))", "pass", "tests/program/test_explain.py -k sent_at_most"),
+           "choices.append(Choice(added_later=later))", "pass", "tests/program/test_explain.py -k sent_at_most"),
     Mutant("a loop gathers in each iteration", "jaxdist/placements/rules/loops.py",
            "if once + trips * cost(other_body, infer) < trips * cost(body, infer):", "if False:",
            "tests/program/test_explain.py -k sent_at_most"),

@@ -129,7 +129,7 @@ class Block:
         return {i: k for k, i in enumerate(self.inputs)}
 
     @functools.cached_property
-    def next(self) -> dict[int, Node]:
+    def last_user(self) -> dict[int, Node]:
         """Map each value to the last operation that takes it: the only one, for a value with one use."""
         return {i: node for node in self.nodes for i in node.ins}
 

@@ -34,8 +34,8 @@ class Choice:
     """Exceptions to the default strategies of a block."""
 
     names: Mapping[int, str] = field(default_factory=dict)  # by an operation's id, the alternative that it takes
-    slices: Mapping[int, Split] = field(default_factory=dict)  # of summands to add up
-    later: frozenset[int] = frozenset()  # summands that are added up after the operations that take them
+    summand_slices: Mapping[int, Split] = field(default_factory=dict)  # in which to add up these summands
+    added_later: frozenset[int] = frozenset()  # summands that are added up after the operations that take them
 
 
 DEFAULTS = Choice()
@@ -56,29 +56,29 @@ class RuleContext:
 
     def __init__(self, infer: Inference, block: Block, may_stay_partial: frozenset[int], choice: Choice):
         wanted = {i: infer.shard(dim, block.avals[i].shape[dim]) for i, dim in infer.slices_wanted(block).items()}
-        self.slices: dict[int, Split] = {**choice.slices, **wanted}  # of summands, once they are added up
+        self.summand_slices: dict[int, Split] = {**choice.summand_slices, **wanted}  # in which summands are added up
         self.infer, self.block, self.n = infer, block, infer.devices
         self.placements: list[Any] = [None] * len(block.avals)  # of each value
         self.may_stay_partial = added(block, may_stay_partial)
-        self.later = choice.later
+        self.added_later = choice.added_later
 
     def once_made(self, i: int, placement: Placement) -> Placement:
         """Return the placement of a value once it is made. A summand stays one
 
         - if nothing uses it, or one operation does (unless it is bits, which were moved): that one adds it up, into
-          slices for a mark of `zero` or if the search says so (`slices`), or takes it as a summand (`linear`);
-        - if several do and the search says so (`Choice.later`): each takes it as a summand, and their results are added
+          slices for a mark of `zero` or if the search says so (`summand_slices`), or takes it as a summand (`linear`);
+        - if several do and the search says so (`added_later`): each takes it as a summand, and their results are added
           up.
 
-        Else it is added up here, once: into `slices`, or whole. If all uses cut the whole the same way, `propagate`
-        makes slices. (Marks are the same from level 1 of `zero` on: that sends what level 2 does.)
+        Else it is added up here, once: into `summand_slices`, or whole. If all uses cut the whole the same way,
+        `propagate` makes slices. (Marks are the same from level 1 of `zero` on: that sends what level 2 does.)
         """
         uses = self.block.uses[i]
         if not isinstance(placement, Partial) or not uses or (uses == 1 and not placement.bits):
             return placement
-        if i in self.later and not placement.bits:
+        if i in self.added_later and not placement.bits:
             return placement
-        return self.slices.get(i, REPLICATED)
+        return self.summand_slices.get(i, REPLICATED)
 
     def added_up(self, node: Node) -> frozenset[int]:
         """Return the results that a surrounding loop adds up: they may stay summands."""
@@ -98,7 +98,7 @@ class RuleContext:
         key: tuple[object, ...] = self.block, *ins
         if Partial in map(type, ins):
             summands = [i for i in node.ins if isinstance(self.placements[i], Partial)]
-            key = (*key, *map(self.slices.get, summands), *(i in self.later for i in summands))
+            key = (*key, *map(self.summand_slices.get, summands), *(i in self.added_later for i in summands))
         if self.may_stay_partial:
             key = (*key, *(o in self.may_stay_partial for o in node.outs))
         if key == node.latest[0]:  # mostly the same objects, which compare faster than they hash
@@ -115,9 +115,10 @@ class RuleContext:
             raise refuse(node, f"its effect ({unknown[0]}) is not possible on several devices")
         default = None
         if any(isinstance(p, Partial) for p in ins):
-            default = linear(self.block, self.may_stay_partial, self.later, node, ins)
+            default = linear(self.block, self.may_stay_partial, self.added_later, node, ins)
         if default is None:
-            ins = [self.slices.get(i, p) if isinstance(p, Partial) else p for i, p in zip(node.ins, ins, strict=True)]
+            pairs = zip(node.ins, ins, strict=True)
+            ins = [self.summand_slices.get(i, p) if isinstance(p, Partial) else p for i, p in pairs]
             default = self._alone(node, ins)
         return default, [one for rule in ALTERNATIVES.get(node.name, ()) if (one := rule(self, node, ins))]
 

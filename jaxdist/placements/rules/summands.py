@@ -27,7 +27,7 @@ _LARGE = 2**8
 
 def _goes_on(block: Block, node: Node) -> bool:
     """Check whether a cotangent that is added up here is next added to others."""
-    following = block.next.get(node.outs[0])
+    following = block.last_user.get(node.outs[0])
     if following is None or block.uses[node.outs[0]] != 1:
         return False
     # A weight with three uses has two additions in a row: left alone, each would add up its operands, and send twice.
