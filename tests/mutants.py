@@ -165,7 +165,7 @@ MUTANTS: list[Mutant] = [
     Mutant("a whole value counts on each device", "jaxdist/placements/emit/emitter.py",
            "return jnp.where(self.index == 0, x, nothing)", "return x", "tests/oracle/test_programs.py -k control"),
     Mutant("a summand passes any factor", "jaxdist/placements/rules/summands.py",
-           "ok = sum(partial) == 1 and _scales(ins[1 - partial.index(True)], out.dtype)", "ok = sum(partial) == 1",
+           "return sum(partial) == 1 and _scales(ins[1 - partial.index(True)], out.dtype)", "return sum(partial) == 1",
            "tests/oracle/test_programs.py -k traps"),
     Mutant("sums of 16 bits are narrowed before they are reduced", "jaxdist/placements/model/values.py",
            "jnp.dtype(dtype).itemsize < 4:", "jnp.dtype(dtype).itemsize < 0:",
