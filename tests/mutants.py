@@ -91,7 +91,7 @@ MUTANTS: list[Mutant] = [
            "return [constraint_p.bind(xs[0], sharding=node.eqn.params[\"sharding\"])]", "return xs",
            "tests/oracle/test_explicit.py -k wish"),
     Mutant("a kernel's slices are whole as well", "jaxdist/placements/rules/partitioned.py",
-           "slices = tuple(p and replace(p, whole=False, requested=False) for p in slices)", "pass",
+           "slices = tuple(p and p.alone() for p in slices)", "pass",
            "tests/oracle/test_own_rules.py -k whole_as_well"),
     Mutant("a program that is not the step runs at the second call", "jaxdist/step/calls.py",
            "            placed = cached.program.placed\n            require_equal(",
@@ -128,7 +128,7 @@ MUTANTS: list[Mutant] = [
     Mutant("right-hand sides are always columns", "jaxdist/placements/model/factors.py",
            'batch + params.get("left_side", True)', "batch + 1", "tests/program/test_sent.py -k messages"),
     Mutant("all of a table is reduced for a few rows", "jaxdist/placements/rules/context.py",
-           "may_gather = run.split.of_state or (", "may_gather = run.split.of_state and (",
+           "may_gather = cut.split.of_state or (", "may_gather = cut.split.of_state and (",
            "tests/program/test_sent.py -k messages"),
     # --- verify
     Mutant("no result differs", "jaxdist/proof/compare.py", "if not self._is_part(k, x, y)]", "if False]",

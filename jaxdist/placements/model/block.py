@@ -32,7 +32,8 @@ class Node:
     described: list[factors.Factors | None] = field(default_factory=list, init=False)  # its factors, once requested
     # its strategies, by its operands' placements: propagations of a block differ in few operations
     strategies: dict[Any, Any] = field(default_factory=dict, init=False)
-    latest: tuple[Any, Any] = field(default=(None, None), init=False)  # the key and strategies of the last propagation
+    latest_key: Any = field(default=None, init=False)  # of the last propagation
+    latest_strategies: Any = field(default=None, init=False)
 
     @property
     def line(self) -> str:

@@ -45,10 +45,10 @@ def join(a: Placement, b: Placement) -> Placement:
     if isinstance(a, Split):
         # A mix is of the batch: shards are gathered anew in the backward pass, activations are kept.
         if isinstance(b, Split) and a.of_state and not b.of_state:
-            return replace(a, of_state=False) if form(a) == form(b) else replace(b, whole=False, requested=False)
+            return replace(a, of_state=False) if form(a) == form(b) else b.alone()
         return a
     if isinstance(b, Split):
-        return replace(b, whole=False, requested=False)
+        return b.alone()
     if isinstance(a, Partial) and isinstance(b, Partial) and a.unreduced_axes == b.unreduced_axes:
         return Partial(a.gradient and b.gradient, unreduced_axes=a.unreduced_axes)
     return REPLICATED
@@ -232,7 +232,7 @@ def _place_stacked(ctx: RuleContext, o: int, p: Placement, added_up: bool) -> Pl
 def _stacked(p: Placement) -> Placement:
     """Return the placement of a stack of values that are placed so."""
     if isinstance(p, Split):
-        return replace(p, dim=p.dim + 1, whole=False, requested=False)
+        return p.along(p.dim + 1).alone()
     return REPLICATED if isinstance(p, Replicated) else p
 
 
