@@ -53,7 +53,7 @@ class Found(NamedTuple):
 
     call: CachedCall
     misplaced: Sequence[int] = ()  # leaves of the state, among the data, that are not where the program wants them
-    is_latest: bool = True  # it is the latest call of its structure again: its state is in place
+    is_repeat: bool = True  # of the latest call of its structure: the state is in place
 
 
 class Calls:
@@ -269,7 +269,7 @@ class Calls:
             self.announce(cached.program)
         targets = cached.program.placed.layouts
         pairs = zip(signature.state, layouts, strict=True)
-        return Found(cached, [i for i, layout in pairs if layout is not targets[i]], is_latest=False)
+        return Found(cached, [i for i, layout in pairs if layout is not targets[i]], is_repeat=False)
 
     def _new(
         self,
@@ -299,11 +299,11 @@ class Calls:
         """Return the leaves of a call on which all ranks agree, with the state on the mesh."""
         cached, leaves, tree = found.call, arguments.leaves, arguments.tree
         # All ranks do these in this order: each sends messages, and only the first says that a rank has failed.
-        is_new = not found.is_latest and (tree, cached.constants) not in self.reader.signatures
+        is_new = not found.is_repeat and (tree, cached.constants) not in self.reader.signatures
         differs = self._comparison(name, cached, leaves, found.misplaced, is_new, rows)
         if self._several and is_new:
             connect(self.context, cached.program.placed.run_mesh)  # the groups of ``within=``
-        if not found.is_latest:
+        if not found.is_repeat:
             self.reader.signatures[tree, cached.constants] = cached.signature
             if found.misplaced:
                 leaves = self._with_state(name.step, cached, leaves, found.misplaced, differs)

@@ -32,7 +32,8 @@ class Node:
     described: list[factors.Factors | None] = field(default_factory=list, init=False)  # its factors, once requested
     # its strategies, by its operands' placements: propagations of a block differ in few operations
     strategies: dict[Any, Any] = field(default_factory=dict, init=False)
-    latest: tuple[Any, Any] = field(default=(None, None), init=False)  # the key and strategies of the last propagation
+    latest_key: Any = field(default=None, init=False)  # of the last propagation
+    latest_strategies: Any = field(default=None, init=False)
 
     @property
     def line(self) -> str:
@@ -129,7 +130,7 @@ class Block:
         return {i: k for k, i in enumerate(self.inputs)}
 
     @functools.cached_property
-    def next(self) -> dict[int, Node]:
+    def last_user(self) -> dict[int, Node]:
         """Map each value to the last operation that takes it: the only one, for a value with one use."""
         return {i: node for node in self.nodes for i in node.ins}
 

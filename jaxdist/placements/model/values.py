@@ -63,6 +63,10 @@ class Split:
         """Return the same slices of dimension `dim` of a different array."""
         return self if dim == self.dim else replace(self, dim=dim)
 
+    def alone(self) -> "Split":
+        """Return the same slices and nothing else: no device has the whole value as well, nobody requested them."""
+        return replace(self, whole=False, requested=False) if self.whole or self.requested else self
+
     def is_padded(self, devices: int) -> bool:
         """Check whether some device holds padding."""
         return self.chunk * devices != self.size
@@ -229,7 +233,7 @@ def inside(p: Placement) -> Placement:
     """Return the placement of a value inside a body."""
     if isinstance(p, Partial):
         return REPLICATED
-    return replace(p, whole=False, requested=False) if isinstance(p, Split) else whole_if_deferred(p)
+    return p.alone() if isinstance(p, Split) else whole_if_deferred(p)
 
 
 def throughout(p: Placement) -> Placement:

@@ -261,7 +261,7 @@ def _is_batch(placement: Placement, aval: Aval) -> TypeGuard[Split]:
 
 
 def _result(split: Split, size: int, chunk: int | None = None) -> Split:
-    return replace(split, size=size, chunk=chunk or split.chunk, whole=False, requested=False)
+    return replace(split.alone(), size=size, chunk=chunk or split.chunk)
 
 
 def _has_all_devices(ctx: RuleContext, split: Split, shift: int) -> bool:

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -14,17 +14,7 @@ from jaxdist.placements.model import factors, values
 from jaxdist.placements.model.block import Block, Node, added
 from jaxdist.placements.model.factors import Factors
 from jaxdist.placements.model.strategy import UNKNOWN, Inference, Sends, Strategy, nbytes
-from jaxdist.placements.model.values import (
-    REPLICATED,
-    Deferred,
-    Form,
-    Partial,
-    Placement,
-    Replicated,
-    Split,
-    form,
-    tile,
-)
+from jaxdist.placements.model.values import REPLICATED, Deferred, Form, Partial, Placement, Replicated, Split, form
 from jaxdist.placements.rules.run import Cut, make_in_form, make_whole, run_as_is
 from jaxdist.placements.rules.summands import is_zero, linear
 
@@ -34,14 +24,22 @@ class Choice:
     """Exceptions to the default strategies of a block."""
 
     names: Mapping[int, str] = field(default_factory=dict)  # by an operation's id, the alternative that it takes
-    slices: Mapping[int, Split] = field(default_factory=dict)  # of summands to add up
-    later: frozenset[int] = frozenset()  # summands that are added up after the operations that take them
+    summand_slices: Mapping[int, Split] = field(default_factory=dict)  # in which to add up these summands
+    added_later: frozenset[int] = frozenset()  # summands that are added up after the operations that take them
 
 
 DEFAULTS = Choice()
 
 
 Strategies = tuple[Strategy, Sequence[Strategy]]  # the default, and its alternatives
+
+
+class _Price(NamedTuple):
+    """What decides among cuts, in order: bytes, not seconds as in `cost`, as all do the same work with one message."""
+
+    bytes: float  # that a device sends; infinite if it is better to gather the operand
+    is_reduced: bool  # among equals, those without a reduction come first
+    factor: int  # then the first factor
 
 
 class RuleContext:
@@ -56,29 +54,29 @@ class RuleContext:
 
     def __init__(self, infer: Inference, block: Block, may_stay_partial: frozenset[int], choice: Choice):
         wanted = {i: infer.shard(dim, block.avals[i].shape[dim]) for i, dim in infer.slices_wanted(block).items()}
-        self.slices: dict[int, Split] = {**choice.slices, **wanted}  # of summands, once they are added up
+        self.summand_slices: dict[int, Split] = {**choice.summand_slices, **wanted}  # in which summands are added up
         self.infer, self.block, self.n = infer, block, infer.devices
         self.placements: list[Any] = [None] * len(block.avals)  # of each value
         self.may_stay_partial = added(block, may_stay_partial)
-        self.later = choice.later
+        self.added_later = choice.added_later
 
     def once_made(self, i: int, placement: Placement) -> Placement:
         """Return the placement of a value once it is made. A summand stays one
 
         - if nothing uses it, or one operation does (unless it is bits, which were moved): that one adds it up, into
-          slices for a mark of `zero` or if the search says so (`slices`), or takes it as a summand (`linear`);
-        - if several do and the search says so (`Choice.later`): each takes it as a summand, and their results are added
+          slices for a mark of `zero` or if the search says so (`summand_slices`), or takes it as a summand (`linear`);
+        - if several do and the search says so (`added_later`): each takes it as a summand, and their results are added
           up.
 
-        Else it is added up here, once: into `slices`, or whole. If all uses cut the whole the same way, `propagate`
-        makes slices. (Marks are the same from level 1 of `zero` on: that sends what level 2 does.)
+        Else it is added up here, once: into `summand_slices`, or whole. If all uses cut the whole the same way,
+        `propagate` makes slices. (Marks are the same from level 1 of `zero` on: that sends what level 2 does.)
         """
         uses = self.block.uses[i]
         if not isinstance(placement, Partial) or not uses or (uses == 1 and not placement.bits):
             return placement
-        if i in self.later and not placement.bits:
+        if i in self.added_later and not placement.bits:
             return placement
-        return self.slices.get(i, REPLICATED)
+        return self.summand_slices.get(i, REPLICATED)
 
     def added_up(self, node: Node) -> frozenset[int]:
         """Return the results that a surrounding loop adds up: they may stay summands."""
@@ -98,15 +96,15 @@ class RuleContext:
         key: tuple[object, ...] = self.block, *ins
         if Partial in map(type, ins):
             summands = [i for i in node.ins if isinstance(self.placements[i], Partial)]
-            key = (*key, *map(self.slices.get, summands), *(i in self.later for i in summands))
+            key = (*key, *map(self.summand_slices.get, summands), *(i in self.added_later for i in summands))
         if self.may_stay_partial:
             key = (*key, *(o in self.may_stay_partial for o in node.outs))
-        if key == node.latest[0]:  # mostly the same objects, which compare faster than they hash
-            return node.latest[1]
+        if key == node.latest_key:  # mostly the same objects, which compare faster than they hash
+            return node.latest_strategies
         if (known := node.strategies.get(key)) is None:
             with node.named_in_errors():
                 known = node.strategies[key] = self._strategies(node, ins)
-        node.latest = key, known
+        node.latest_key, node.latest_strategies = key, known
         return known
 
     def _strategies(self, node: Node, ins: list[Placement]) -> Strategies:
@@ -115,11 +113,13 @@ class RuleContext:
             raise refuse(node, f"its effect ({unknown[0]}) is not possible on several devices")
         default = None
         if any(isinstance(p, Partial) for p in ins):
-            default = linear(self.block, self.may_stay_partial, self.later, node, ins)
+            default = linear(self.block, self.may_stay_partial, self.added_later, node, ins)
         if default is None:
-            ins = [self.slices.get(i, p) if isinstance(p, Partial) else p for i, p in zip(node.ins, ins, strict=True)]
+            pairs = zip(node.ins, ins, strict=True)
+            ins = [self.summand_slices.get(i, p) if isinstance(p, Partial) else p for i, p in pairs]
             default = self._alone(node, ins)
-        return default, [one for rule in ALTERNATIVES.get(node.name, ()) if (one := rule(self, node, ins))]
+        alternatives = (rule(self, node, ins) for rule in ALTERNATIVES.get(node.name, ()))
+        return default, list(filter(None, alternatives))
 
     def _alone(self, node: Node, ins: Sequence[Placement]) -> Strategy:
         """Return the strategy of an operation alone: of the first rule that applies, or of its factors."""
@@ -151,7 +151,7 @@ class RuleContext:
         for o in node.outs:
             dim = self.batch_dim(node, ins, self.block.avals[o].shape)
             size = 0 if dim is None else self.block.avals[o].shape[dim]
-            out_placements.append(REPLICATED if dim is None else replace(tile(dim, size, self.n), whole=True))
+            out_placements.append(REPLICATED if dim is None else replace(values.tile(dim, size, self.n), whole=True))
         why = "" if all(isinstance(p, (Replicated, Deferred)) for p in ins) else f"{node.name} needs all of it"
         described = self.block.factors(node) if why else None
         if described is not None and (node.name == "pallas_call" or described.why):
@@ -197,10 +197,10 @@ class RuleContext:
         if described is None:
             return None
         candidates = self.candidates(node, ins, described)
-        strategies = [(factor, self.cut(node, ins, described, factor, split)) for factor, split in candidates]
-        cuts = [(self._price(node, ins, factor, strategy), strategy) for factor, strategy in strategies if strategy]
-        (bytes_, *_), cheapest = min(cuts, key=lambda priced: priced[0], default=((math.inf,), None))
-        return cheapest if bytes_ < math.inf else None
+        cuts = [self.cut(node, ins, described, factor, turns) for factor, turns in candidates]
+        priced = [(self._price(node, ins, cut), cut) for cut in cuts if cut]
+        price, cheapest = min(priced, key=lambda pair: pair[0], default=(None, None))
+        return cheapest if price and price.bytes < math.inf else None
 
     def candidates(self, node: Node, ins: Sequence[Placement], described: Factors) -> Sequence[tuple[int, Split]]:
         """Return factors along which operands are split; batch operands take precedence."""
@@ -237,7 +237,7 @@ class RuleContext:
         if not candidates:
             return []
         d = candidates[0]
-        factor, turns = dims[d], described.turns(len(ins), tile(d, shape[d], self.n), self.n)
+        factor, turns = dims[d], described.turns(len(ins), values.tile(d, shape[d], self.n), self.n)
         return [(factor, turns)] if factor is not None and turns is not None else []
 
     def cut(
@@ -261,10 +261,10 @@ class RuleContext:
         operands = [described.slices(k, factor, turns, shape) for k, shape in enumerate(self.block.shapes(node.ins))]
         in_forms: list[Form] = [form(p) if p else REPLICATED for p in operands]
         of_state = turns.of_state and all(p.of_state for p in ins if isinstance(p, Split))
-        is_plain = turns.of_state == of_state and not (turns.requested or turns.whole)
-        plain = turns if is_plain else replace(turns, of_state=of_state, requested=False, whole=False)
+        alone = turns.alone()
+        alone = alone if alone.of_state == of_state else replace(alone, of_state=of_state)
         shapes = enumerate(self.block.shapes(node.outs), len(node.ins))  # results are counted on from the operands
-        results = [described.slices(k, factor, plain, shape) for k, shape in shapes]
+        results = [described.slices(k, factor, alone, shape) for k, shape in shapes]
         out_placements, shared = list[Placement](), list[int]()
         for o, p in zip(node.outs, results, strict=True):
             if p is None and kind is None and self.block.uses[o]:
@@ -296,24 +296,25 @@ class RuleContext:
             return Sends("all-reduce", nbytes(aval))
         return Sends("all-gather", self.n * nbytes(aval))
 
-    def _price(self, node: Node, ins: Sequence[Placement], factor: int, strategy: Strategy) -> tuple[float, int, int]:
-        """Return the bytes that a device sends for a cut, and what decides among equals.
+    def bytes_for_operands(self, node: Node, ins: Sequence[Placement], strategy: Strategy) -> float:
+        """Return the bytes that a device sends to bring operands into the forms that a strategy takes."""
+        forms = zip(ins, strategy.in_forms, node.ins, strict=True)
+        return sum(self.infer.sent(p, target or REPLICATED, self.block.avals[i]) for p, target, i in forms)
 
-        Bytes, not seconds as in `cost`: all cuts do the same work with one message each.
-        """
-        avals, link, run = self.block.avals, self.infer.link, strategy.run
-        assert isinstance(run, Cut)
-        moved = sum(self.infer.sent(p, to or REPLICATED, avals[i])
-                    for p, to, i in zip(ins, strategy.in_forms, node.ins, strict=True))  # fmt: skip
-        if run.kind is None:
-            return moved, 0, factor
-        made = zip(node.outs, run.described.results, strict=True)
-        sent = link.sent("all-reduce", sum(nbytes(avals[o]) for o, dims in made if factor not in dims))
-        whole = sum(nbytes(avals[i]) for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split))
-        may_gather = run.split.of_state or (run.kind != "sum" and run.described.onto is not None)  # a scatter's updates
-        if may_gather and sent > moved + 2 * link.sent("all-gather", whole):
-            return math.inf, 1, factor  # gathering the operand is cheaper than reducing the result
-        return moved + sent, 1, factor
+    def _price(self, node: Node, ins: Sequence[Placement], strategy: Strategy) -> _Price:
+        """Return the price of a cut."""
+        avals, link, cut = self.block.avals, self.infer.link, strategy.run
+        assert isinstance(cut, Cut)
+        moved = self.bytes_for_operands(node, ins, strategy)
+        if cut.kind is None:
+            return _Price(moved, False, cut.factor)
+        results = zip(node.outs, cut.described.results, strict=True)
+        reduced = link.sent("all-reduce", sum(nbytes(avals[o]) for o, dims in results if cut.factor not in dims))
+        split = sum(nbytes(avals[i]) for p, i in zip(ins, node.ins, strict=True) if isinstance(p, Split))
+        may_gather = cut.split.of_state or (cut.kind != "sum" and cut.described.onto is not None)  # a scatter's updates
+        if may_gather and reduced > moved + 2 * link.sent("all-gather", split):
+            return _Price(math.inf, True, cut.factor)  # gathering the operand is cheaper than reducing the result
+        return _Price(moved + reduced, True, cut.factor)
 
 
 _EFFECTS = {"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect", "CallbackEffect",

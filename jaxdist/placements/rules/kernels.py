@@ -191,7 +191,7 @@ def _as_twin(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
     block = ctx.infer.block(twin, node.backward)
     place = lambda ins: [ctx.infer.place(block, ins)]
     # What is whole here, too, is cut for the kernel: so its twin must not take it whole without a message.
-    whole = [replace(p, whole=False, requested=False) if isinstance(p, Split) else whole_if_deferred(p) for p in ins]
+    whole = [p.alone() if isinstance(p, Split) else whole_if_deferred(p) for p in ins]
     taken, (placed,) = sliced(whole, place(whole), place)
     types = [
         [(a.shape, a.dtype) for a in map(of.avals.__getitem__, outs)]

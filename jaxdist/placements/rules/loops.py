@@ -45,10 +45,10 @@ def join(a: Placement, b: Placement) -> Placement:
     if isinstance(a, Split):
         # A mix is of the batch: shards are gathered anew in the backward pass, activations are kept.
         if isinstance(b, Split) and a.of_state and not b.of_state:
-            return replace(a, of_state=False) if form(a) == form(b) else replace(b, whole=False, requested=False)
+            return replace(a, of_state=False) if form(a) == form(b) else b.alone()
         return a
     if isinstance(b, Split):
-        return replace(b, whole=False, requested=False)
+        return b.alone()
     if isinstance(a, Partial) and isinstance(b, Partial) and a.unreduced_axes == b.unreduced_axes:
         return Partial(a.gradient and b.gradient, unreduced_axes=a.unreduced_axes)
     return REPLICATED
@@ -96,7 +96,7 @@ def _settled(
 
 def _first_claim(block: Block, init: Placement, i: int) -> Placement:
     """Return the strongest placement that a carry may keep."""
-    user = block.next.get(i)
+    user = block.last_user.get(i)
     # One use, which adds: any other operation in the body would need the sum itself.
     adds = block.uses[i] == 1 and user is not None and user.name in _ADDS and is_wide(block.avals[i].dtype)
     if not adds or isinstance(init, Split):
@@ -189,7 +189,7 @@ def _scan(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     if over_batch and (strategy := own_iterations(ctx, node, ins, block, body.carry)):
         return strategy
     arrays = body.split(node.ins)[2]
-    added_later = ctx.added_up(node).intersection(body.ys)
+    added_up = ctx.added_up(node).intersection(body.ys)
     xs = [_unscanned(infer, inside(p), ctx.block.avals[i]) for p, i in zip(xs_in, arrays, strict=True)]
 
     def place(
@@ -199,7 +199,7 @@ def _scan(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
         wants: Sequence[Form] | None = None,
     ) -> Propagation:
         slices = [replace(p, dim=p.dim - 1) if isinstance(p, Split) else REPLICATED for p in xs]
-        return infer.place(block, [*consts, *carry, *slices], wants, _partial_carries(carry) | added_later)
+        return infer.place(block, [*consts, *carry, *slices], wants, _partial_carries(carry) | added_up)
 
     def resolve(consts: Sequence[Placement], xs: Sequence[Placement]) -> Carried:
         return _settled(block, carry_in, body.carry, lambda carry: place(consts, carry, xs))
@@ -213,16 +213,16 @@ def _scan(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
         if not whole.communicates and seconds(whole, infer.axis.machine) <= infer.link.latency:
             carry, xs, placed = whole_carry, gathered, whole
     consts, (placed,) = sliced(consts, [placed], lambda cut: [place(cut, carry, xs)])  # 5
-    ys = [_place_stacked(ctx, node.outs[k], placed.returned(k), k in added_later) for k in body.ys]
+    ys = [_place_stacked(ctx, node.outs[k], placed.returned(k), k in added_up) for k in body.ys]
     placed = place(consts, carry, xs, [form(p) for p in (*carry, *ys)])  # 6
     out_placements = [*_result_placements(carry), *map(_stacked, ys)]
     return Strategy([form(p) for p in (*consts, *carry, *xs)], out_placements, bound([placed]), bodies=[placed])
 
 
-def _place_stacked(ctx: RuleContext, o: int, p: Placement, later: bool) -> Placement:
-    """Place a turn's part of a stacked result: large summands are reduced, unless they are added up later."""
+def _place_stacked(ctx: RuleContext, o: int, p: Placement, added_up: bool) -> Placement:
+    """Place a turn's part of a stacked result: large summands are reduced, unless a surrounding loop adds them up."""
     aval = ctx.block.avals[o]
-    if not isinstance(p, Partial) or later or _is_little(ctx.infer, nbytes(aval)):
+    if not isinstance(p, Partial) or added_up or _is_little(ctx.infer, nbytes(aval)):
         return whole_if_deferred(p)
     # Along dimension 0 of the stack are the iterations, all of which every device runs.
     dim = ctx.infer.slices_wanted(ctx.block).get(o)
@@ -232,7 +232,7 @@ def _place_stacked(ctx: RuleContext, o: int, p: Placement, later: bool) -> Place
 def _stacked(p: Placement) -> Placement:
     """Return the placement of a stack of values that are placed so."""
     if isinstance(p, Split):
-        return replace(p, dim=p.dim + 1, whole=False, requested=False)
+        return p.along(p.dim + 1).alone()
     return REPLICATED if isinstance(p, Replicated) else p
 
 

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -27,19 +27,13 @@ Slices = tuple[Split | None, ...]  # of the operands, then of the results
 @special("custom_partitioning")
 def _by_its_partition(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Ask the kernel's own ``partition`` for the program of a device, with the slices that its rule allows."""
-    priced = [
-        (_price(ctx, node, ins, strategy), k, strategy)
-        for k, slices in enumerate(_proposals(ctx, node, ins))
-        if (strategy := _partitioned(ctx, node, slices)) is not None
-    ]
-    return min(priced, key=lambda entry: entry[:2], default=(0, 0, None))[-1]
+    strategies = [_partitioned(ctx, node, slices) for slices in _proposals(ctx, node, ins)]
 
+    def bytes_sent(strategy: Strategy) -> float:
+        by_itself = sum(sends.times * ctx.infer.link.sent(sends.kind, sends.bytes) for sends in strategy.sends)
+        return ctx.bytes_for_operands(node, ins, strategy) + by_itself
 
-def _price(ctx: RuleContext, node: Node, ins: Sequence[Placement], strategy: Strategy) -> float:
-    moved = zip(ins, strategy.in_forms, node.ins, strict=True)
-    return sum(ctx.infer.sent(p, to or REPLICATED, ctx.block.avals[i]) for p, to, i in moved) + sum(
-        sends.times * ctx.infer.link.sent(sends.kind, sends.bytes) for sends in strategy.sends
-    )
+    return min(filter(None, strategies), key=bytes_sent, default=None)  # of equals, the first
 
 
 def _proposals(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Iterator[Slices]:
@@ -115,7 +109,7 @@ def _partitioned(ctx: RuleContext, node: Node, slices: Slices) -> Strategy | Non
     if any(p is not None and p.outer > 1 for p in slices):
         return None
     # A value that is whole here, too, is cut for the kernel, and its results are slices alone.
-    slices = tuple(p and replace(p, whole=False, requested=False) for p in slices)
+    slices = tuple(p and p.alone() for p in slices)
     params, axis, n = node.eqn.params, ctx.infer.axis, ctx.n
     ins, outs, static = params["in_tree"], params["out_tree"], params["static_args"]
     mesh = AbstractMesh((n,), (axis.name,))

@@ -91,9 +91,9 @@ def _backward_slices(
 
 def _is_added_up_elsewhere(ctx: RuleContext, o: int) -> bool:
     """Check whether a sum also runs over a different axis: one reduction then covers both."""
-    user = ctx.block.next.get(o)
+    user = ctx.block.last_user.get(o)
     while user and user.name in TO_A_SUM:
-        user = ctx.block.next.get(user.outs[0])
+        user = ctx.block.last_user.get(user.outs[0])
     return user is not None and user.name == "jaxdist_all_reduce"
 
 

@@ -43,7 +43,7 @@ def _reshape(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
     if result is None:
         return None
     run = lambda device, node, xs: [lax.reshape(xs[0], result.shape(new))]
-    return Strategy([form(p)], [replace(result, whole=False, requested=False)], run)
+    return Strategy([form(p)], [result.alone()], run)
 
 
 def _make_reshaped(device: DeviceContext, node: Node, target: Form) -> jax.Array:
@@ -157,7 +157,7 @@ def _gathered(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strateg
         return None
     if p.size * params["devices"] != params["size"]:
         return None
-    result = replace(p, outer=params["devices"], whole=False, requested=False)
+    result = replace(p.alone(), outer=params["devices"])
     run = lambda device, node, xs: device.bind(node, xs, {**params, "size": result.rows})
     return Strategy([form(p)], [result], run)
 

@@ -25,9 +25,9 @@ from jaxdist.placements.rules.run import run_wide
 _LARGE = 2**8
 
 
-def _goes_on(block: Block, node: Node) -> bool:
+def _is_added_again(block: Block, node: Node) -> bool:
     """Check whether a cotangent that is added up here is next added to others."""
-    following = block.next.get(node.outs[0])
+    following = block.last_user.get(node.outs[0])
     if following is None or block.uses[node.outs[0]] != 1:
         return False
     # A weight with three uses has two additions in a row: left alone, each would add up its operands, and send twice.
@@ -71,57 +71,78 @@ _OF_TERMS = {
 }  # fmt: skip
 
 
+def _terms(node: Node) -> range:
+    """Return the operands of an operation that are terms of its result; none of most operations."""
+    return range(len(node.ins))[_OF_TERMS.get(node.name, slice(0))]
+
+
 def linear(
-    block: Block, may_stay_partial: frozenset[int], later: frozenset[int], node: Node, ins: Sequence[Placement]
+    block: Block, may_stay_partial: frozenset[int], added_later: frozenset[int], node: Node, ins: Sequence[Placement]
 ) -> Strategy | None:
     """Apply the operation to summands if the sum of the results is the result for the sum."""
-    avals, summands = [block.avals[i] for i in node.ins], [p for p in ins if isinstance(p, Partial)]
+    summands = [p for p in ins if isinstance(p, Partial)]
     unreduced_axes = summands[0].unreduced_axes
     if len(node.outs) != 1 or any(p.unreduced_axes != unreduced_axes for p in summands):
         return None
-    partial, out = [isinstance(p, Partial) for p in ins], block.avals[node.outs[0]]
     gradient, added = all(p.gradient for p in summands), any(p.made for p in summands)
     if node.name == "jaxdist_all_reduce":  # over a different axis: one reduction over both
         unreduced_axes = tuple(dict.fromkeys((*unreduced_axes, *node.eqn.params["axes"])))
         return Strategy([form(summands[0])], [Partial(gradient, added, unreduced_axes)], lambda device, node, xs: xs)
-    takes_summand = partial
+    if not _is_linear(block, may_stay_partial, node, ins) and not _is_added_later(block, added_later, node, ins):
+        return None
+    if unreduced_axes and not _others_agree(node, ins):
+        return None
+    terms = _terms(node)
+    # A term added to a gradient must not lose digits on the wire for it.
+    gradient = gradient and all(isinstance(ins[k], Partial) or is_zero(ins[k]) for k in terms)
+    summand = Partial(unreduced_axes=unreduced_axes)
+    in_forms: list[Form] = [summand if isinstance(p, Partial) or k in terms else REPLICATED for k, p in enumerate(ins)]
+    return Strategy(in_forms, [Partial(gradient, added, unreduced_axes)], run_wide)
+
+
+def _is_linear(block: Block, may_stay_partial: frozenset[int], node: Node, ins: Sequence[Placement]) -> bool:
+    """Check whether the sum of the results is the result for the sum, for any values, and no larger to send."""
+    avals, out = [block.avals[i] for i in node.ins], block.avals[node.outs[0]]
+    partial = [isinstance(p, Partial) for p in ins]
     # Where the result is larger than the summand (a broadcast), to add up first sends less.
-    size = max(a.size for a, is_summand in zip(avals, partial, strict=True) if is_summand)
+    is_small = out.size <= max(a.size for a, is_summand in zip(avals, partial, strict=True) if is_summand)
     match node.name:
         case "convert_element_type":
             a, b = avals[0].dtype, out.dtype
             # One device wraps a sum of integers before it widens it (uint8: 96, not 608); a narrower float rounds each
             # summand.
-            ok = _is_plain(a) and _is_plain(b) and jnp.promote_types(a, b) == b
+            return _is_plain(a) and _is_plain(b) and jnp.promote_types(a, b) == b
         case "mul":
-            ok = sum(partial) == 1 and _scales(ins[1 - partial.index(True)], out.dtype)
+            return sum(partial) == 1 and _scales(ins[1 - partial.index(True)], out.dtype)
         case "div":
-            ok = partial[0] and not partial[1] and _scales(ins[1], out.dtype, inverse=True)
+            return partial[0] and not partial[1] and _scales(ins[1], out.dtype, inverse=True)
         case "scatter-add":
-            ok = out.size <= size and partial == [False, False, True] and passes(block, node, node.ins[2], ins)
+            return is_small and partial == [False, False, True] and passes(block, node, node.ins[2], ins)
         case name if name in _OF_TERMS:
-            terms = range(len(ins))[_OF_TERMS[name]]
-            ok = _are_added_later(block, may_stay_partial, node, [ins[k] for k in terms])
-            ok = ok and not any(is_summand for k, is_summand in enumerate(partial) if k not in terms)
-            takes_summand = [k in terms for k in range(len(ins))]
-            # A term added to a gradient must not lose digits on the wire for it.
-            gradient = gradient and all(partial[k] or is_zero(ins[k]) for k in terms)
+            terms = _terms(node)
+            others_are_whole = not any(is_summand for k, is_summand in enumerate(partial) if k not in terms)
+            return others_are_whole and _stay_summands(block, may_stay_partial, node, [ins[k] for k in terms])
         case name:
-            ok = name in LINEAR | ACROSS and out.size <= size and not any(partial[1:])  # a start index is no summand
-    if not ok and sum(partial) == 1 and (i := node.ins[partial.index(True)]) in later:
-        ok = passes(block, node, i, ins)  # the search tries the cost of adding up later
-    if unreduced_axes:  # other operands may differ across those axes' devices: a position, a slice, a mask
-        known = all(is_summand or _known(p) is not None for is_summand, p in zip(partial, ins, strict=True))
-        # Each device along those axes would count a whole term.
-        added_whole = any(not is_summand and not is_zero(p) for is_summand, p in zip(partial, ins, strict=True))
-        ok = ok and node.name not in ACROSS and known and not (added_whole and node.name in _OF_TERMS)
-    if not ok:
-        return None
-    in_forms: list[Form] = [Partial(unreduced_axes=unreduced_axes) if takes else REPLICATED for takes in takes_summand]
-    return Strategy(in_forms, [Partial(gradient, added, unreduced_axes)], run_wide)
+            return name in LINEAR | ACROSS and is_small and not any(partial[1:])  # a start index is no summand
 
 
-def _are_added_later(block: Block, may_stay_partial: frozenset[int], node: Node, terms: Sequence[Placement]) -> bool:
+def _is_added_later(block: Block, added_later: frozenset[int], node: Node, ins: Sequence[Placement]) -> bool:
+    """Check whether the search wants the one summand added up after this operation, to try what that costs."""
+    summands = [i for i, p in zip(node.ins, ins, strict=True) if isinstance(p, Partial)]
+    return len(summands) == 1 and summands[0] in added_later and passes(block, node, summands[0], ins)
+
+
+def _others_agree(node: Node, ins: Sequence[Placement]) -> bool:
+    """Check that devices along unreduced axes, whose values are summands too, have the same other operands."""
+    others = [p for p in ins if not isinstance(p, Partial)]
+    # An operand that the program does not know may differ between them: a position, a slice, a mask.
+    if node.name in ACROSS or any(_known(p) is None for p in others):
+        return False
+    # Each of them would count a whole term.
+    return node.name not in _OF_TERMS or all(map(is_zero, others))
+
+
+def _stay_summands(block: Block, may_stay_partial: frozenset[int], node: Node, terms: Sequence[Placement]) -> bool:
     """Check whether terms stay summands: all are, or a loop or the next addition of a gradient adds them up anyway."""
     if all(isinstance(p, Partial) or is_zero(p) for p in terms):
         return True
@@ -129,7 +150,7 @@ def _are_added_later(block: Block, may_stay_partial: frozenset[int], node: Node,
     # A loop adds up over its iterations: a whole term counts on one device, a slice is put among zeros.
     if node.outs[0] in may_stay_partial and not any(p.of_state or p.outer > 1 for p in splits):
         return True
-    return not splits and _goes_on(block, node)
+    return not splits and _is_added_again(block, node)
 
 
 def _is_plain(dtype: np.dtype) -> bool:

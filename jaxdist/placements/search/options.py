@@ -77,8 +77,8 @@ def _constraints(infer: Inference, block: Block, place: Callable[[Choice], Propa
 def _together(chosen: Sequence[Choice]) -> Choice:
     return Choice(
         {node: name for choice in chosen for node, name in choice.names.items()},
-        {i: split for choice in chosen for i, split in choice.slices.items()},
-        frozenset[int]().union(*(choice.later for choice in chosen)),
+        {i: split for choice in chosen for i, split in choice.summand_slices.items()},
+        frozenset[int]().union(*(choice.added_later for choice in chosen)),
     )
 
 
@@ -116,9 +116,9 @@ def _groups(infer: Inference, default: Propagation) -> list[Choice]:
         groups.setdefault(classes.of((id(node), name)), {})[id(node)] = name
     choices = [Choice(names) for names in groups.values()]
     if slices := used_in_slices(infer, default):
-        choices.append(Choice(slices=slices))
+        choices.append(Choice(summand_slices=slices))
     if later := added_up_later(infer, default):
-        choices.append(Choice(later=later))
+        choices.append(Choice(added_later=later))
     return choices
 
 
@@ -129,7 +129,7 @@ def _ties(block: Block, node: Node) -> list[Hashable]:
         if i in block.input_index:
             ties.append(("input", i))
     for o in node.outs:
-        while block.uses[o] == 1 and o in block.next and block.next[o].name in TO_A_SUM:
-            o = block.next[o].outs[0]
+        while block.uses[o] == 1 and o in block.last_user and block.last_user[o].name in TO_A_SUM:
+            o = block.last_user[o].outs[0]
         ties.append(("sum", o))
     return ties
