@@ -106,9 +106,18 @@ def test_statistics_over_an_axis_that_vmap_names_are_all_that_is_sent() -> None:
     assert {one[0] for one in sent(normalized, W, X)} == {"all-reduce"}
 
 
+def divided_weight(w: Any, x: Any) -> Any:
+    """A parameter of 6 entries in a weight of 300, which is divided."""
+    return w - jax.grad(lambda w: jnp.mean((x @ (w * np.ones((6, 50)) / np.arange(1.0, 51.0))) ** 2))(w)
+
+
 @pytest.mark.parametrize(
     ("step", "args", "size"),
-    [(tied_and_penalised, (W, X), 36), (scalar_parameter, (jnp.asarray(0.5), X), 1)],
+    [
+        (tied_and_penalised, (W, X), 36),
+        (scalar_parameter, (jnp.asarray(0.5), X), 1),
+        (divided_weight, (jnp.ones((6, 1)), X), 6),
+    ],
 )
 def test_a_step_of_your_own_reduces_its_gradient_once(step: Any, args: Any, size: int) -> None:
     assert sent(step, *args) == [("all-reduce", size, 0)]
