@@ -59,7 +59,7 @@ def passes(block: Block, node: Node, i: int, ins: Sequence[Placement]) -> bool:
         return k == 2 and is_zero(ins[0])
     if node.name == "pad":
         return k == 0 and is_zero(ins[1])
-    if node.name == "div":  # by 0, summands of both signs become inf and -inf, and their sum NaN: a gradient's alone may
+    if node.name == "div":  # by 0, summands of both signs make NaN, as only a gradient may
         return k == 0 and (node.backward or bool(_known(ins[1])))
     return node.name in _IN_EITHER or (k == 0 and node.name in _IN_THE_FIRST)
 
