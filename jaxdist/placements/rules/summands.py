@@ -60,10 +60,12 @@ def passes(block: Block, node: Node, i: int, ins: Sequence[Placement]) -> bool:
     if node.name == "pad":
         return k == 0 and is_zero(ins[1])
     if node.name == "div":  # by 0, summands of both signs become inf and -inf, and their sum NaN
-        return k == 0 and bool(_known(ins[1]))
+        return k == 0 and _is_never_zero(block, node.ins[1])
     return node.name in _IN_EITHER or (k == 0 and node.name in _IN_THE_FIRST)
 
 
+# Operations that put entries of so many operands, the first ones, next to each other.
+_PUT_TOGETHER = {"broadcast_in_dim": 1, "dynamic_update_slice": 2}
 # Operations that add up their operands, or put them next to each other: which operands these are, by `slice`.
 _OF_TERMS = {
     "add": slice(None), "sub": slice(None), "add_any": slice(None), "concatenate": slice(None),
@@ -140,6 +142,18 @@ def _is_plain(dtype: np.dtype) -> bool:
 def _known(p: Placement) -> Number | None:
     """Return the value of each entry if the program says so, else None."""
     return p.const if isinstance(p, (Replicated, Deferred)) else None
+
+
+def _is_never_zero(block: Block, i: int) -> bool:
+    """Check whether a value is put together of numbers other than 0, like the divisor in the gradient of `rfft`."""
+    todo = [i]
+    for k in todo:  # the list grows by what a value is made of
+        number, maker = block.numbers.get(k), block.makers.get(k)
+        parts = _PUT_TOGETHER.get(maker.name, 0) if maker else 0
+        if not (parts if number is None else number):
+            return False
+        todo += maker.ins[:parts] if maker else ()
+    return True
 
 
 def is_zero(p: Placement) -> bool:
