@@ -216,7 +216,7 @@ class Calls:
 
     def verified(self, arguments: Arguments, points: int, strict: bool) -> Verified:
         """Compare the program for these arguments with the step. Every rank calls it."""
-        name, how = self._next_name(), [("points", str(points)), ("strict", str(strict))]
+        name, how = CallName(self._name, self._entered + 1), [("points", str(points)), ("strict", str(strict))]
         with self._ledger:
             try:
                 program, data = self._to_verify(name, arguments, how)
