@@ -192,7 +192,7 @@ MUTANTS: list[Mutant] = [
     Mutant("a built weight's gradient is sent whole", "jaxdist/placements/search/options.py",
            "choices.append(Choice(added_later=later))", "pass", "tests/program/test_explain.py -k sent_at_most"),
     Mutant("a loop gathers in each iteration", "jaxdist/placements/rules/loops.py",
-           "if once + trips * cost(other_body, infer) < trips * cost(body, infer):", "if False:",
+           "if once + trips * cost(loop_of_whole.body, infer) < trips * cost(loop.body, infer):", "if False:",
            "tests/program/test_explain.py -k sent_at_most"),
     Mutant("a loop over microbatches holds the whole model", "jaxdist/placements/rules/loops.py",
            "_HELD = 2", "_HELD = 99", "tests/program/test_explain.py -k layer_at_a_time"),
