@@ -137,18 +137,7 @@ def traced(
       model_dims: the leaves of the state that come cut by the model axis, and the dimension.
     """
     closed = step.jaxpr
-    # How many devices share a leaf of the state, and how many groups of so many there are (`zero(within=)`).
-    if shared is None:
-        shared = group(closed, DeviceMap.of(mesh, machine.hosts).hosts_of_parts)
-    parts = shared or data_size(mesh)
-    groups = data_size(mesh) // parts if parts > 1 else 1
-    run_mesh = in_groups(mesh, groups)
-    *outer_axes, axis = passes(run_mesh)
-    machine = machine.over(run_mesh)
-    # Only the data axis cuts state into shards; it is the last one that a step is placed over. Inference asks how a
-    # shape is cut (`Infer.choose`), for the first time once the leaves have been cut below.
-    shard_dims = ShardDims(parts) if axis.name == AXIS else ShardDims(1)
-    infer = Infer(axis, shard_dims, level, machine, way(closed), outer_axes)
+    infer, shard_dims, parts, groups = _sharing(closed, mesh, machine, level, shared)
     block = infer.block(closed)
     block.outermost = True
     # What the step returns of its state is kept like the argument that it is the next value of.
@@ -164,11 +153,27 @@ def traced(
     # What is chosen for a leaf holds for its gradient and updates too, which have its shape.
     shard_dims.chosen.update({shape: cut.dim for shape, cut in zip(shapes, cuts, strict=True) if cut})
     all_layouts = [layout.with_cut(cut) for layout, cut in zip(by_model, cuts, strict=True)]
-    offloaded = zero_marks.offloaded if machine.has_own_memory else set[int]()
+    offloaded = zero_marks.offloaded if infer.axis.machine.has_own_memory else set[int]()
     kept = tuple(_as_kept(all_layouts, shapes, offloaded, matched.tied, mesh.size))
     return TracedStep(
         closed, step.tree, step.checked, infer, groups, zero_marks, kept, tuple(sources), matched.returned
     )
+
+
+def _sharing(
+    closed: ClosedJaxpr, mesh: Mesh, machine: Machine, level: int | None, shared: int | None
+) -> tuple[Infer, ShardDims, int, int]:
+    """Return inference over the last axis, how it shards, the devices that share a leaf, and the groups of so many."""
+    if shared is None:  # `zero(within=)`
+        shared = group(closed, DeviceMap.of(mesh, machine.hosts).hosts_of_parts)
+    parts = shared or data_size(mesh)
+    groups = data_size(mesh) // parts if parts > 1 else 1
+    run_mesh = in_groups(mesh, groups)
+    *outer_axes, axis = passes(run_mesh)
+    # Only the data axis cuts state into shards; it is the last one that a step is placed over. Inference asks how a
+    # shape is cut (`Infer.shard_dim`), for the first time once `traced` has cut the leaves.
+    shard_dims = ShardDims(parts) if axis.name == AXIS else ShardDims(1)
+    return Infer(axis, shard_dims, level, machine.over(run_mesh), way(closed), outer_axes), shard_dims, parts, groups
 
 
 def _as_kept(
