@@ -34,23 +34,23 @@ def best(
     groups = _groups(infer, default)
     if not groups:
         return default
-    messages, known = _messages(default), dict[On, tuple[float, Propagation]]()
+    messages, tried, costs = _messages(default), dict[On, Propagation](), dict[On, float]()
     most = max(_FEWEST, _OPERATIONS // max(len(block.nodes), 1))
 
     def cost_of(on: On) -> float:
-        if on not in known:
-            if len(known) > most:
-                return float("inf")  # so that `descend` ends at known values
-            placed = place(_together([constraints, *(groups[k] for k in sorted(on))])) if on else default
+        if on not in costs:
+            if len(costs) > most:
+                return float("inf")  # so that `descend` ends at one that was tried
+            placed = tried[on] = place(_together([constraints, *(groups[k] for k in sorted(on))])) if on else default
             others = _messages(placed) - messages  # errors in shared messages cancel
             unsure = sum(times * infer.link.seconds(*message) for message, times in others.items())
-            known[on] = _cost(infer, placed) + _UNCERTAINTY * unsure, placed
-        return known[on][0]
+            costs[on] = _cost(infer, placed) + _UNCERTAINTY * unsure
+        return costs[on]
 
     switches = [On({k}) for k in range(len(groups))]
     # From all switched as well: options that pay off only together are not found one at a time.
     start = min(On(), On().union(*switches), key=cost_of)
-    return known[descend(start, switches, lambda on, group: [on ^ group], cost_of)][1]
+    return tried[descend(start, switches, lambda on, group: [on ^ group], cost_of)]
 
 
 def _constraints(infer: Inference, block: Block, place: Callable[[Choice], Propagation]) -> tuple[Choice, Propagation]:
