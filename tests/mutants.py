@@ -113,7 +113,7 @@ MUTANTS: list[Mutant] = [
            "params if axis.inner and not names_axis else None", "None",
            "tests/oracle/test_own_rules.py -k stays_a_kernel"),
     Mutant("a partition adds up what it says", "jaxdist/placements/rules/partitioned.py",
-           "(is_padded if names_axis else not in_slices)", "(is_padded and names_axis)",
+           "(is_padded if names_axis else not are_slices)", "(is_padded and names_axis)",
            "tests/oracle/test_own_rules.py -k adds_nothing"),
     Mutant("a twin may count its rows", "jaxdist/placements/rules/kernels.py",
            "or not _are_alike(block, ctx.infer.block(on_slices))", "",

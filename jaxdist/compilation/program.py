@@ -68,7 +68,7 @@ class Program:
     @functools.cached_property
     def traced(self) -> Traced:
         """The program of a device and the step that it is of, which ranks compare."""
-        program = self.placed.emitted[0]
+        program = self.placed.emitted.program
         return Traced(program, self.placed.step.jaxpr, dataflow(program))
 
     def __call__(self, state: Sequence[Leaf], batch: Sequence[Leaf]) -> tuple[PyTree, jax.Array | None]:
@@ -152,7 +152,7 @@ class Program:
             pairs = zip(outs, placed.result_layouts, strict=True)
             return [jax.device_put(x, host) if layout and layout.host else x for x, layout in pairs]
 
-        closed = placed.emitted[0]
+        closed = placed.emitted.program
         if placed.mesh.size == 1:
             return results(Interpreter({}).run(closed, *args))
         in_specs, out_specs = placed.specs()

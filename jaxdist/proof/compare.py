@@ -168,7 +168,7 @@ class Comparison:
     def __init__(self, placed: PlacedStep, strict: bool):
         self.placed, self.strict, self.mesh = placed, strict, placed.run_mesh
         self._step = jax.jit(lambda order, xs: Evaluator(strict, order=order).run(placed.step.jaxpr, xs))
-        self._program = placed.emitted[0]
+        self._program = placed.emitted.program
         self._parts = jax.jit(self._run)
 
     def differing(self, point: Point) -> list[int]:
@@ -189,14 +189,14 @@ class Comparison:
     @functools.cached_property
     def recorded(self) -> "list[tuple[_Recorder, Callable[..., Any]]]":
         """For each axis, what devices hold of each value, and a function that says whether that is the step's."""
-        return [self._recorded(propagation, k) for k, propagation in enumerate(self.placed.emitted[1])]
+        return [self._recorded(propagation, k) for k, propagation in enumerate(self.placed.emitted.propagations)]
 
     def _recorded(self, propagation: Propagation, k: int) -> "tuple[_Recorder, Callable[..., Any]]":
         recorder = _Recorder(propagation, marks=True)
         program, avals = recorder.program(local_types(propagation)), propagation.block.avals
 
         def local(e: Evaluator, xs: Sequence[Value]) -> list[Any]:
-            for before in self.placed.emitted[1][:k]:
+            for before in self.placed.emitted.propagations[:k]:
                 xs = [_cut(x, f, before) for x, f in zip(xs, before.in_forms, strict=True)]
             env = _evaluated(e, propagation, xs)
             parts = [_cut(x, f, propagation) for x, f in zip(xs, propagation.in_forms, strict=True)]
@@ -236,8 +236,8 @@ class Comparison:
 
     def _is_part(self, k: int, wanted: Value, got: Value) -> bool:
         placed, layout = self.placed, self.placed.result_layouts[k]
-        if layout is None and placed.emitted[1]:
-            layout = layout_of(placed.emitted[1][-1].out_forms[k], passes(self.mesh)[-1])
+        if layout is None and placed.emitted.propagations:
+            layout = layout_of(placed.emitted.propagations[-1].out_forms[k], passes(self.mesh)[-1])
         return _is_whole(wanted, got, layout)
 
 

@@ -288,7 +288,7 @@ class Calls:
 
     def announce(self, program: Program) -> None:
         """Warn about slow parts of a program, once."""
-        placements, is_first, self._is_first = program.placed.emitted[1], self._is_first, False
+        placements, is_first, self._is_first = program.placed.emitted.propagations, self._is_first, False
         if not placements or not self.context.is_root or self._warned_of_gathers:
             return
         if is_first and (text := program.placed.padding()):

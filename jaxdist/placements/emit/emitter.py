@@ -16,19 +16,10 @@ from jaxdist.communicators import exchange
 from jaxdist.ir.operations import SHAPE_ONLY
 from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, reduce_shard_p
 from jaxdist.mesh import NAMES
+from jaxdist.placements.model import values
 from jaxdist.placements.model.block import Node
 from jaxdist.placements.model.strategy import Propagation
-from jaxdist.placements.model.values import (
-    REPLICATED,
-    Form,
-    Partial,
-    Split,
-    form,
-    in_one_collective,
-    is_narrow,
-    local_shape,
-    wide,
-)
+from jaxdist.placements.model.values import REPLICATED, Form, Partial, Split, form, is_narrow, local_shape, wide
 
 
 class Emitter:
@@ -137,7 +128,7 @@ class Emitter:
         # From the form in which propagation has it; a summand that is added up at once exists only in its first form.
         source = next(f for f in (placed_form, *forms) if f in forms and isinstance(f, (Partial, Split)))
         if isinstance(target, Split):
-            if not in_one_collective(source, target, self.n, aval.dtype):
+            if not values.in_one_collective(source, target, self.n, aval.dtype):
                 return self.cut(self.take(i, REPLICATED), target)
             if isinstance(source, Partial):
                 return self._scatter(i, forms[source], source, target)

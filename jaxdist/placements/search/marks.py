@@ -164,7 +164,7 @@ def slices_wanted(infer: Inference, block: Block) -> dict[int, int]:
     return dims
 
 
-def asked(closed: ClosedJaxpr, what: str) -> set[Any]:
+def in_marks(closed: ClosedJaxpr, parameter: str) -> set[Any]:
     """Return the values of a parameter in the marks of a step."""
     marks = (eqn.params for eqn in equations(closed.jaxpr) if eqn.primitive is shard_p)
-    return {params[what] for params in marks if params["level"]}
+    return {params[parameter] for params in marks if params["level"]}

@@ -37,16 +37,16 @@ def search(
     sources: Sequence[int | None],
     names: Sequence[str],
     batch_devices: int = 1,
-    given: Mapping[int, int | None] | None = None,
+    fixed: Mapping[int, int | None] | None = None,
 ) -> Mapping[int, int | None]:
-    """Return the best dimension to cut for each input; omitted inputs stay whole, and those for which None is given.
+    """Return the best dimension to cut for each input; omitted inputs stay whole, as do those with None.
 
-    If dimensions are `given`, by annotations or since leaves come cut, nothing is searched: they are cut, and with each
+    If dimensions are `fixed`, by annotations or since leaves come cut, nothing is searched: they are cut, and with each
     the dimensions that are tied to it.
     """
     classes = _Classes(infer, block, state, sources)
-    if given:
-        return {**_cuts([tied for tied in reversed(classes.all) if not tied.isdisjoint(given.items())]), **given}
+    if fixed:
+        return {**_cuts([tied for tied in reversed(classes.all) if not tied.isdisjoint(fixed.items())]), **fixed}
     most = min(_PLACINGS, max(_FEWEST, _OPERATIONS // max(classes.operations, 1)))
     prices: dict[frozenset[Member], float] = {}
 

@@ -19,7 +19,7 @@ from jaxdist.placements.model.block import Block, Node
 from jaxdist.placements.model.cost import seconds, seconds_of
 from jaxdist.placements.model.strategy import Inference, Propagation, nbytes
 from jaxdist.placements.model.values import REPLICATED, Partial, Placement, Split, tile
-from jaxdist.placements.search.marks import asked
+from jaxdist.placements.search.marks import in_marks
 from jaxdist.placements.search.options import best
 from jaxdist.placements.search.owners.components import (
     Component,
@@ -68,9 +68,9 @@ def check_split(split: Any) -> None:
         )
 
 
-def way(closed: ClosedJaxpr) -> Way:
+def requested_way(closed: ClosedJaxpr) -> Way:
     """Return the way that the marks of a step ask for."""
-    ways = asked(closed, "split") - {None}
+    ways = in_marks(closed, "split") - {None}
     if len(ways) > 1:
         raise ValueError(
             "the step has an update with split='slices' and one with split='owners': give each jaxdist.zero in it the "
