@@ -85,7 +85,7 @@ MUTANTS: list[Mutant] = [
            "x if part is None else repeat_last(device, x, part) for x, part", "x for x, part",
            "tests/oracle/test_padding.py -k kernels"),
     Mutant("a constraint is kept at any cost", "jaxdist/placements/search/options.py",
-           "if _cost(infer, with_more) <= most:", "if True:",
+           "if _cost(infer, with_these) <= most:", "if True:",
            "tests/oracle/test_explicit.py -k wish"),
     Mutant("a constraint is for the first axis", "jaxdist/placements/rules/shapes.py",
            "return [constraint_p.bind(xs[0], sharding=node.eqn.params[\"sharding\"])]", "return xs",

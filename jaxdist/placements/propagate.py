@@ -127,7 +127,7 @@ def _scatter_summands(infer: Inference, propagation: Propagation, summands: Mapp
         if isinstance(target, Split) and infer.reshard(summand, target, aval) == "reduce-scatter":
             propagation.placements[i] = target
             k = next(k for k, message in enumerate(messages) if message.value == i)  # its reduction is its first
-            size = infer.bytes_sent("reduce-scatter", summand, target, aval)
+            size = infer.message_bytes("reduce-scatter", summand, target, aval)
             messages[k] = replace(messages[k], kind="reduce-scatter", bytes=size, new_form=target)
 
 
@@ -177,5 +177,5 @@ class _Messages:
         again = new_form in self._present or (from_whole and (whole in self._present or (of_state and reshaped)))
         # Other slices are cut out of the whole value, unless one collective makes them.
         self._present.update({new_form, whole} if kind in ("all-gather", "all-reduce") else {new_form})
-        size = infer.bytes_sent(kind, p, target, aval)
+        size = infer.message_bytes(kind, p, target, aval)
         self.all.append(Message(node, kind, size, of_state, why, waited_for, again, value=i, new_form=form(target)))

@@ -294,7 +294,8 @@ def first_difference(comparison: Comparison, point: Point, results: Sequence[str
 def _evaluated(evaluator: Evaluator, propagation: Propagation, xs: Sequence[Value]) -> dict[int, Value]:
     """Return the values of a block, by number, before it is divided over the next axis."""
     block = propagation.block
-    env = {i: evaluator.constant(value) for i, value in block.known.items()} | dict(zip(block.inputs, xs, strict=True))
+    env = {i: evaluator.constant(value) for i, value in block.constants.items()}
+    env.update(zip(block.inputs, xs, strict=True))
     for node in _operations(block):
         env.update(zip(node.outs, evaluator.equation(node.eqn, [env[i] for i in node.ins]), strict=True))
     return env

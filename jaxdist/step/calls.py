@@ -143,8 +143,8 @@ class Calls:
 
         `totals` has the rows of each leaf on all ranks, once they have told each other.
         """
-        leaves, tree, rows = arguments.leaves, arguments.tree, None
-        settings, latest = (trace_settings(), self.cache.looked_for), self._latest.get(tree)
+        leaves, rows, latest = arguments.leaves, None, self._latest.get(arguments.tree)
+        settings = trace_settings(), self.cache.looked_for
         try:
             if totals is None and latest is not None and latest.fits(leaves, settings):
                 found = Found(latest)

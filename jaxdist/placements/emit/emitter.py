@@ -46,7 +46,7 @@ class Emitter:
 
     def run(self, xs: Sequence[Any]) -> list[Any]:
         """Return the outputs in their placed forms, given inputs in theirs."""
-        for i, value in self.block.known.items():
+        for i, value in self.block.constants.items():
             self._forms[i][REPLICATED] = value
         for i, target, x in zip(self.block.inputs, self.placed.in_forms, xs, strict=True):
             self._forms[i][target] = x

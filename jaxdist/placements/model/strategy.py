@@ -67,7 +67,7 @@ class Inference(Protocol):
     def shard(self, dim: int, size: int) -> Split: ...
     def reshard(self, placement: Placement, target: Form, aval: Any) -> str: ...
     def sent(self, placement: Placement, target: Form, aval: Any) -> float: ...
-    def bytes_sent(self, kind: str, placement: Placement, target: Form, aval: Any) -> int: ...
+    def message_bytes(self, kind: str, placement: Placement, target: Form, aval: Any) -> int: ...
 
 
 class DeviceContext(Protocol):
@@ -219,7 +219,7 @@ class Propagation:
             if not kind or (i, target) in sent or from_whole:
                 continue
             sent.add((i, target))
-            size = infer.bytes_sent(kind, p, target, block.avals[i])
+            size = infer.message_bytes(kind, p, target, block.avals[i])
             why = RETURNED if target == REPLICATED else ""
             messages.append(Message(makers.get(i), kind, size, of_state, why, value=i, new_form=target))
         return replace(

@@ -227,7 +227,7 @@ def _are_alike(whole: Block, part: Block) -> bool:
          for node in block.nodes]
         for block in (whole, part)
     ]  # fmt: skip
-    constants = [[np.asarray(value) for value in block.known.values()] for block in (whole, part)]
+    constants = [[np.asarray(value) for value in block.constants.values()] for block in (whole, part)]
     return facts[0] == facts[1] and all(np.array_equal(x, y) for x, y in zip(*constants, strict=False))
 
 

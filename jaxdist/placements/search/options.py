@@ -62,16 +62,18 @@ def _constraints(infer: Inference, block: Block, place: Callable[[Choice], Propa
     for node in block.nodes:
         if constrained_dim(node, infer.axis.name) is not None:
             lines.setdefault((node.line, *block.shapes(node.ins)), {})[id(node)] = CONSTRAINT
-    kept, placed = DEFAULTS, place(DEFAULTS)
+    followed, placed = DEFAULTS, place(DEFAULTS)
     most = COST_OF_CONSTRAINT * _cost(infer, placed) if lines else 0.0
-    together = _together(list(map(Choice, lines.values())))
-    for more in [together, *map(Choice, lines.values())] if lines else []:
-        with_more = place(choice := _together([kept, more]))
-        if _cost(infer, with_more) <= most:
-            kept, placed = choice, with_more
-            if more is together:
+    of_lines = [Choice(names) for names in lines.values()]
+    together = _together(of_lines)
+    for constraints in [together, *of_lines] if lines else []:
+        choice = _together([followed, constraints])
+        with_these = place(choice)
+        if _cost(infer, with_these) <= most:
+            followed, placed = choice, with_these
+            if constraints is together:
                 break
-    return kept, placed
+    return followed, placed
 
 
 def _together(chosen: Sequence[Choice]) -> Choice:

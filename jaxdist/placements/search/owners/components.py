@@ -26,8 +26,8 @@ class Component:
 
     def block(self, outer: Block) -> Block:
         """These operations as a block of their own, with the numbers of values that they have outside."""
-        known = {i: outer.known[i] for node in self.nodes for i in node.ins if i in outer.known}
-        block = Block(outer.avals, list(self.ins), known, self.nodes, self.nodes, list(self.outs))
+        constants = {i: outer.constants[i] for node in self.nodes for i in node.ins if i in outer.constants}
+        block = Block(outer.avals, list(self.ins), constants, self.nodes, self.nodes, list(self.outs))
         block.count_uses()
         return block
 
@@ -197,7 +197,7 @@ class _Finder:
         nodes = [self._block.nodes[k] for k in sorted(members)]
         results = dict.fromkeys(o for node in nodes for o in node.outs)
         operands = dict.fromkeys(i for node in nodes for i in node.ins)
-        ins = tuple(i for i in operands if i not in results and i not in self._block.known)
+        ins = tuple(i for i in operands if i not in results and i not in self._block.constants)
         return Component(nodes, ins, tuple(o for o in results if not self._is_for(o, members)), stage)
 
     def _is_for(self, i: int, members: set[int]) -> bool:
