@@ -172,14 +172,14 @@ class Emitter:
         user = self.block.nodes[users[0]] if len(users) == 1 and self.block.uses[i] == 1 else None
         return user.eqn.params["permutation"] if user is not None and user.name == "transpose" else ()
 
-    def _gather(self, x: Any, split: Split, aval: Any, turned: Sequence[int] = ()) -> Any:
+    def _gather(self, x: Any, split: Split, aval: Any, order: Sequence[int] = ()) -> Any:
         if not aval.size:
             return jnp.zeros(aval.shape, aval.dtype)
         raw, back = _raw(x)
-        if turned and split.outer == 1 and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-            whole = self.gather(raw.transpose(turned), turned.index(split.dim), split.size)
+        if order and split.outer == 1 and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+            whole = self.gather(raw.transpose(order), order.index(split.dim), split.size)
             # The user's transpose undoes this one, and XLA drops both.
-            return back(whole.transpose(np.argsort(turned)))
+            return back(whole.transpose(np.argsort(order)))
         d = split.dim
         # Block by block: of two blocks of 8 rows each of 2 devices has [2 * 4], gathers [2, 4] to [2, 8], and makes
         # [16] of it.

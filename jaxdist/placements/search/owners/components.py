@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,8 +82,7 @@ def components(infer: Inference, placed: Propagation, moved: Counter[int]) -> li
     return found
 
 
-@dataclass(frozen=True)
-class _ValueFacts:
+class _ValueFacts(NamedTuple):
     """The dependencies of a value."""
 
     stage: int = 0  # of the whole-matrix work that it depends on
@@ -91,8 +90,7 @@ class _ValueFacts:
     of_batch: bool = False  # an activation, or a sum of activations on its way to a device
 
 
-@dataclass(frozen=True)
-class _OperationFacts:
+class _OperationFacts(NamedTuple):
     """The stage and component of an operation."""
 
     stage: int
