@@ -115,7 +115,7 @@ def compare(case: Case, f: Callable[..., Any], xs: Sequence[Any], k: int) -> Cas
 
 def sent(f: Callable[..., Any], xs: Sequence[Any], k: int) -> str:
     """Return what is sent on two devices before there is a result."""
-    [whole] = step_of(f, k, 2).program(*xs).placed.emitted[1]
+    [whole] = step_of(f, k, 2).program(*xs).placed.emitted.propagations
     messages = [m for p, _ in whole.blocks() for m in p.messages if p is not whole or m.value not in p.block.outputs]
     return "; ".join(dict.fromkeys(f"{m.kind} for {m.operation} ({m.why})" for m in messages))
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, Sharding, SingleDeviceSharding
 
 AXIS = "data"  # the axis that splits the batch, and along which state is kept in shards
 GROUP = "group"  # the axis before it in a mesh whose devices keep all of the state in each of several groups
@@ -82,10 +82,10 @@ def axes_of_mesh(mesh: Mesh) -> tuple[Axis, ...]:
 
 def axes_by_dim(spec: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Return the axes that divide each dimension."""
-    return [axes if isinstance(axes, tuple) else (axes,) if axes else () for axes in spec]
+    return [tuple(axes) if isinstance(axes, (tuple, list)) else (axes,) if axes else () for axes in spec]
 
 
-def dim_over(spec: PartitionSpec, axis: str) -> int | None:
+def dim_over(spec: Iterable[object], axis: str) -> int | None:
     """Return the dimension that an axis divides, if any."""
     return next((dim for dim, axes in enumerate(axes_by_dim(spec)) if axis in axes), None)
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxdist.compilation.signature import Args
-from jaxdist.mesh import MODEL
+from jaxdist.mesh import MODEL, dim_over
 
 
 def model_dims(args: Args) -> list[tuple[int | None, bool]]:
@@ -20,9 +20,7 @@ def model_dims(args: Args) -> list[tuple[int | None, bool]]:
     of_leaves = list[tuple[int | None, bool]]()
     for x in jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, annotated)):
         axes, count = _axes(x) if isinstance(x, annotated) else (), len(jax.tree.leaves(x))
-        by_dim = [several if isinstance(several, (tuple, list)) else (several,) for several in axes]
-        dims = [d for d, several in enumerate(by_dim) if MODEL in several]
-        of_leaves += [(dims[0] if dims else None, bool(axes)) if count == 1 else (None, False)] * count
+        of_leaves += [(dim_over(axes, MODEL), bool(axes)) if count == 1 else (None, False)] * count
     return of_leaves
 
 

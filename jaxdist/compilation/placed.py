@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr
@@ -26,6 +27,13 @@ from jaxdist.placements.model.values import REPLICATED, Form, Placement, Split, 
 from jaxdist.placements.report import worth_splitting
 
 _STATE_PER_GATHER = 64  # at most this fraction of the sharded state (1 / 64), to send fewer messages
+
+
+class Emitted(NamedTuple):
+    """A step as a program of one device."""
+
+    program: ClosedJaxpr
+    propagations: Sequence[Propagation]  # over each axis; none on one device
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,11 +107,11 @@ class PlacedStep:
     @functools.cached_property
     @under_no_mesh
     @without_collections
-    def emitted(self) -> tuple[ClosedJaxpr, Sequence[Propagation]]:
-        """The program of a device, and its placement over each axis (empty on one device)."""
+    def emitted(self) -> Emitted:
+        """The program of a device, with its messages in buckets and its offloaded state in stages."""
         if self.mesh.size == 1:
-            return staged(self.step.jaxpr, self.offloaded, ()), ()
-        closed, placements = self.place()
+            return Emitted(staged(self.step.jaxpr, self.offloaded, ()), ())
+        closed, propagations = self.place()
         # Messages of one kind are joined up to a size: gradients by the user's option, gathered state by what it may
         # take of a device's memory at once.
         state = [self.avals[i] for i in self.signature.state if self.layouts[i]]
@@ -111,9 +119,9 @@ class PlacedStep:
         # XLA for CPUs drops barriers before it schedules: there `Fuse` delays gathers in another way.
         barriers = not self.step.infer.axis.machine.kind.is_cpu
         fused = Fuse(self.bucket_bytes, self.axes, gathered_bytes, barriers=barriers)(closed)
-        return staged(fused, self.offloaded, self.axes), placements
+        return Emitted(staged(fused, self.offloaded, self.axes), propagations)
 
-    def place(self) -> tuple[ClosedJaxpr, list[Propagation]]:
+    def place(self) -> Emitted:
         """Place and emit the step, over an axis of the mesh after the other.
 
         What is emitted for one axis is the program of a device along it, and the step that is placed over the next.
@@ -127,7 +135,7 @@ class PlacedStep:
             layout and layout.placements(aval.shape, axes)
             for layout, aval in zip(self.result_layouts, closed.out_avals, strict=True)
         ]
-        placements = list[Propagation]()
+        propagations = list[Propagation]()
         for k in range(len(axes)):
             is_last = k == len(axes) - 1
             # The last axis is the one that the step was analyzed for: what was inferred then is not inferred anew.
@@ -139,26 +147,26 @@ class PlacedStep:
             natural = infer.place(block, ins).out_placements
             # Groups, and the devices of each, divide one batch: the second of these passes goes on with the slices of
             # the first.
-            along_groups = placements and axes[k - 1].name == GROUP
-            outer = placements[-1].out_forms if along_groups else [None] * len(outs_by_axis)
+            along_groups = propagations and axes[k - 1].name == GROUP
+            outer = propagations[-1].out_forms if along_groups else [None] * len(outs_by_axis)
             out_forms = [
                 form(by_axis[k]) if by_axis else _out_form(placement, over_groups, axes, k, source is not None)
                 for by_axis, placement, over_groups, source in zip(
                     outs_by_axis, natural, outer, step.sources, strict=True
                 )
             ]
-            placements.append(placed := infer.place(block, ins, out_forms))
+            propagations.append(placed := infer.place(block, ins, out_forms))
             may_compress = compressible(placed, self.step.sources) if self.compress else {}
             marks = not is_last or bool(self.offloaded)
             closed = Emitter(placed, may_compress, self.compress, marks).program(local_types(placed))
-        return closed, placements
+        return Emitted(closed, propagations)
 
     def specs(self) -> tuple[list[P], list[P]]:
         """Return the specs of the arguments and of the results."""
-        placements = self.emitted[1]
-        axes = [placed.axis.name for placed in placements]
-        ins = zip(*(placed.in_forms for placed in placements), strict=True)
-        outs = zip(*(placed.out_forms for placed in placements), strict=True)
+        propagations = self.emitted.propagations
+        axes = [placed.axis.name for placed in propagations]
+        ins = zip(*(placed.in_forms for placed in propagations), strict=True)
+        outs = zip(*(placed.out_forms for placed in propagations), strict=True)
         return [_spec(axes, by_axis) for by_axis in ins], [_spec(axes, by_axis) for by_axis in outs]
 
     def result_shardings(self) -> list[NamedSharding] | None:
@@ -182,7 +190,7 @@ class PlacedStep:
 
     def out_layouts(self) -> list[Layout | None]:
         """Layouts of all results as they come out of the program, of several devices."""
-        innermost, forms = passes(self.run_mesh)[-1], self.emitted[1][-1].out_forms
+        innermost, forms = passes(self.run_mesh)[-1], self.emitted.propagations[-1].out_forms
         return [kept or layout_of(form, innermost) for kept, form in zip(self.result_layouts, forms, strict=True)]
 
     def cut_by_model(self) -> dict[str, int]:
@@ -206,7 +214,7 @@ class PlacedStep:
             if self.unreturned.issuperset(argument.positions)
             and any(self.avals[i].shape and not is_keys(self.avals[i]) for i in argument.positions)
         ]  # fmt: skip
-        return names if any(map(worth_splitting, self.emitted[1])) else []
+        return names if any(map(worth_splitting, self.emitted.propagations)) else []
 
 
 def _out_form(

@@ -46,7 +46,7 @@ class Program:
         self.placed, self.name, self._options = placed, name, options
         self.donated = [i for i in placed.signature.state if i in donate]  # leaves whose memory it may take
         not_donated = [i for i in placed.signature.state if i not in donate]
-        self._groups = self.donated, not_donated, placed.signature.batch
+        self._lists = self.donated, not_donated, placed.signature.batch  # positions of the leaves in each
         place_in_state = {i: k for k, i in enumerate(placed.signature.state)}
         # `jax.jit` donates whole arguments: so what is donated, and what is not, are lists of their own.
         self.pick_donated = picker([place_in_state[i] for i in self.donated])
@@ -59,7 +59,7 @@ class Program:
         run.__name__ = name  # type: ignore[attr-defined]
         self._jitted = jax.jit(
             run,
-            in_shardings=tuple([placed.physical_types[i].sharding for i in group] for group in self._groups),
+            in_shardings=tuple([placed.physical_types[i].sharding for i in positions] for positions in self._lists),
             out_shardings=placed.result_shardings(),
             donate_argnums=(0,) if self.donated else (),
             compiler_options={**compiler_options(placed.mesh), **options} or None,
@@ -68,7 +68,7 @@ class Program:
     @functools.cached_property
     def traced(self) -> Traced:
         """The program of a device and the step that it is of, which ranks compare."""
-        program = self.placed.emitted[0]
+        program = self.placed.emitted.program
         return Traced(program, self.placed.step.jaxpr, dataflow(program))
 
     def __call__(self, state: Sequence[Leaf], batch: Sequence[Leaf]) -> tuple[PyTree, jax.Array | None]:
@@ -96,8 +96,8 @@ class Program:
 
     def by_leaf(self, lists: Sequence[Sequence[T]]) -> list[T]:
         """Return the items of three lists, as the compiled function takes its arguments, in the order of the leaves."""
-        groups = zip(self._groups, lists, strict=True)
-        by_position = {i: x for group, items in groups for i, x in zip(group, items, strict=True)}
+        pairs = zip(self._lists, lists, strict=True)
+        by_position = {i: x for positions, items in pairs for i, x in zip(positions, items, strict=True)}
         return [by_position[i] for i in range(len(self.placed.avals))]
 
     @compat.under_no_mesh
@@ -105,9 +105,9 @@ class Program:
     def lower(self) -> jax.stages.Lowered:
         """Lower it, like ``jax.jit(f).lower``."""
         placed = self.placed
-        lowered = self._jitted.lower(*([placed.physical_types[i] for i in group] for group in self._groups))
+        lowered = self._jitted.lower(*([placed.physical_types[i] for i in positions] for positions in self._lists))
         # Arguments in the host's memory that do not say so (see `compat.say_on_host`).
-        arguments = [(placed.physical_types[i], placed.layouts[i]) for group in self._groups for i in group]
+        arguments = [(placed.physical_types[i], placed.layouts[i]) for positions in self._lists for i in positions]
         in_host_memory = [
             k for k, (aval, layout) in enumerate(arguments)
             if layout and layout.host and aval.sharding.memory_kind != HOST
@@ -127,7 +127,7 @@ class Program:
         def run(*leaves: jax.Array) -> list[jax.Array]:
             triples = zip(leaves, placed.layouts, is_batch, strict=True)
             filled = [x if layout is None else _filled(x, layout, batch) for x, layout, batch in triples]
-            outs = program._run(*([filled[i] for i in group] for group in program._groups))
+            outs = program._run(*([filled[i] for i in positions] for positions in program._lists))
             for i, layout in program._padded_results:
                 outs[i] = layout.trimmed(outs[i])
             return jax.tree.leaves(self._unflatten(outs[:leaf_count]))
@@ -152,7 +152,7 @@ class Program:
             pairs = zip(outs, placed.result_layouts, strict=True)
             return [jax.device_put(x, host) if layout and layout.host else x for x, layout in pairs]
 
-        closed = placed.emitted[0]
+        closed = placed.emitted.program
         if placed.mesh.size == 1:
             return results(Interpreter({}).run(closed, *args))
         in_specs, out_specs = placed.specs()

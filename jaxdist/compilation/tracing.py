@@ -44,7 +44,7 @@ from jaxdist.placements.search.groups import group
 from jaxdist.placements.search.infer import Infer
 from jaxdist.placements.search.marks import Marks, marks
 from jaxdist.placements.search.model_axis import search
-from jaxdist.placements.search.owners import way
+from jaxdist.placements.search.owners import requested_way
 from jaxdist.runtime.context import get_context
 from jaxdist.text import name_of, say_once
 
@@ -137,18 +137,7 @@ def traced(
       model_dims: the leaves of the state that come cut by the model axis, and the dimension.
     """
     closed = step.jaxpr
-    # How many devices share a leaf of the state, and how many groups of so many there are (`zero(within=)`).
-    if shared is None:
-        shared = group(closed, DeviceMap.of(mesh, machine.hosts).hosts_of_parts)
-    parts = shared or data_size(mesh)
-    groups = data_size(mesh) // parts if parts > 1 else 1
-    run_mesh = in_groups(mesh, groups)
-    *outer_axes, axis = passes(run_mesh)
-    machine = machine.over(run_mesh)
-    # Only the data axis cuts state into shards; it is the last one that a step is placed over. Inference asks how a
-    # shape is cut (`Infer.choose`), for the first time once the leaves have been cut below.
-    shard_dims = ShardDims(parts) if axis.name == AXIS else ShardDims(1)
-    infer = Infer(axis, shard_dims, level, machine, way(closed), outer_axes)
+    infer, shard_dims, parts, groups = _sharing(closed, mesh, machine, level, shared)
     block = infer.block(closed)
     block.outermost = True
     # What the step returns of its state is kept like the argument that it is the next value of.
@@ -164,11 +153,28 @@ def traced(
     # What is chosen for a leaf holds for its gradient and updates too, which have its shape.
     shard_dims.chosen.update({shape: cut.dim for shape, cut in zip(shapes, cuts, strict=True) if cut})
     all_layouts = [layout.with_cut(cut) for layout, cut in zip(by_model, cuts, strict=True)]
-    offloaded = zero_marks.offloaded if machine.has_own_memory else set[int]()
+    offloaded = zero_marks.offloaded if infer.axis.machine.has_own_memory else set[int]()
     kept = tuple(_as_kept(all_layouts, shapes, offloaded, matched.tied, mesh.size))
     return TracedStep(
         closed, step.tree, step.checked, infer, groups, zero_marks, kept, tuple(sources), matched.returned
     )
+
+
+def _sharing(
+    closed: ClosedJaxpr, mesh: Mesh, machine: Machine, level: int | None, shared: int | None
+) -> tuple[Infer, ShardDims, int, int]:
+    """Return inference over the last axis, how it shards, the devices that share a leaf, and the groups of so many."""
+    if shared is None:  # `zero(within=)`
+        shared = group(closed, DeviceMap.of(mesh, machine.hosts).hosts_of_parts)
+    parts = shared or data_size(mesh)
+    groups = data_size(mesh) // parts if parts > 1 else 1
+    run_mesh = in_groups(mesh, groups)
+    *outer_axes, axis = passes(run_mesh)
+    # Only the data axis cuts state into shards; it is the last one that a step is placed over. Inference asks how a
+    # shape is cut (`Infer.shard_dim`), for the first time once `traced` has cut the leaves.
+    shard_dims = ShardDims(parts) if axis.name == AXIS else ShardDims(1)
+    infer = Infer(axis, shard_dims, level, machine.over(run_mesh), requested_way(closed), outer_axes)
+    return infer, shard_dims, parts, groups
 
 
 def _as_kept(
@@ -223,17 +229,20 @@ def jaxpr_of(
                 "constraint takes names of axes if jax.set_mesh has set their mesh"
             )
         raise
-    # Steps that were written for `jax.pmap` divide by the number of devices themselves.
     if mesh.size > 1 and get_context().is_root:
-        counts = {mesh.size, len(mesh.local_devices), DeviceMap.of(mesh).process_count} - {1}
-        for line, count in {line: count for count, line in divided if count in counts}.items():
-            say_once(
-                f"step {name_of(step)!r} divides a sum over the axis {axis!r} by {count:g} at "
-                f"{line}. The axis has size one inside a step: lax.psum(x, {axis!r}) is x, of the whole batch, and x "
-                f"over the number of devices 1/{mesh.size} of it. Write lax.pmean(x, {axis!r}), or divide by "
-                f"lax.axis_size({axis!r})"
-            )
+        _warn_of_divisions(name_of(step), axis, divided, mesh)
     return StepJaxpr(closed, *traces[-1])
+
+
+def _warn_of_divisions(step: str, axis: str, divided: Iterable[tuple[float, str]], mesh: Mesh) -> None:
+    """Warn of a step that was written for `jax.pmap` and divides by the number of devices itself."""
+    counts = {mesh.size, len(mesh.local_devices), DeviceMap.of(mesh).process_count} - {1}
+    for line, count in {line: count for count, line in divided if count in counts}.items():
+        say_once(
+            f"step {step!r} divides a sum over the axis {axis!r} by {count:g} at {line}. The axis has size one inside "
+            f"a step: lax.psum(x, {axis!r}) is x, of the whole batch, and x over the number of devices "
+            f"1/{mesh.size} of it. Write lax.pmean(x, {axis!r}), or divide by lax.axis_size({axis!r})"
+        )
 
 
 @dataclass(frozen=True)
@@ -296,8 +305,8 @@ def _cut_by_model(
         block.outermost = True
         # An optimizer's statistics have the annotations of their parameters, and may have fewer dimensions.
         of_state = [(i, d) for i, d in signature.annotated if not signature.is_batch[i]]
-        given = {**{i: d for i, d in of_state if d is None or d < len(avals[i].shape)}, **model_dims}
-        dims = search(infer, block, signature.state, sources, signature.names, mesh.size // parts, given)
+        fixed = {**{i: d for i, d in of_state if d is None or d < len(avals[i].shape)}, **model_dims}
+        dims = search(infer, block, signature.state, sources, signature.names, mesh.size // parts, fixed)
     else:
         dims = _named(layouts, signature, avals, parts)
 

@@ -80,7 +80,7 @@ class Ahead:
     def results(self) -> int:
         """Bytes of a device's results, at least, that are new and take the place of no argument."""
         placed, arguments = self.program.placed, self.arguments
-        jaxpr = placed.emitted[0].jaxpr
+        jaxpr = placed.emitted.program.jaxpr
         passed_on = set(jaxpr.invars)
         in_host_memory = {k for k, i in enumerate(placed.step.sources) if i in placed.offloaded}
         new = {
@@ -95,7 +95,7 @@ class Ahead:
     def flops(self) -> int:
         """FLOPs of a device, an entry of anything but a contraction as one."""
         placed = self.program.placed
-        if placements := placed.emitted[1]:
+        if placements := placed.emitted.propagations:
             return work(placements[-1])
         infer = placed.step.infer  # on one device
         block = infer.block(placed.step.jaxpr)
@@ -114,11 +114,11 @@ class Ahead:
     @functools.cached_property
     def held_at_once(self) -> int:
         """Bytes at most of a device's other values: all at once that a compiler may fuse."""
-        return _held_at_once(self.program.placed.emitted[0].jaxpr)
+        return _held_at_once(self.program.placed.emitted.program.jaxpr)
 
     def sent(self, machine: Machine) -> tuple[Collective, ...]:
         """The collectives, as XLA may merge them (see `jaxdist.ir.wire`)."""
-        return tuple(sent(self.program.placed.emitted[0], self.program.placed.axes, machine))
+        return tuple(sent(self.program.placed.emitted.program, self.program.placed.axes, machine))
 
     def times(self, sent: Sequence[Collective], machine: Machine) -> Times:
         """The times of a device that sends these messages."""

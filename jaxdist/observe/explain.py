@@ -25,7 +25,7 @@ class Explanation:
     def program(self) -> str:
         """The program of one device as a jaxpr, with your lines, after the arguments and how each lies on the mesh."""
         names, types = self._placed.signature.names, self._placed.physical_types
-        text = self._placed.emitted[0].jaxpr.pretty_print(source_info=True)
+        text = self._placed.emitted.program.jaxpr.pretty_print(source_info=True)
         text = re.sub(r" *# *(\S*/jaxdist/.*)?$", "", text, flags=re.MULTILINE)  # lines of ours
         arguments = re.search(r"^{ lambda [^;]*;(.*?)\. let", text, re.MULTILINE | re.DOTALL)
         variables = re.findall(r"(\w+):", arguments[1] if arguments else "")
@@ -66,4 +66,4 @@ def explain(step: Callable[..., Any], *args: Any, verbose: bool = False, **kwarg
     """
     decorated: DataParallel = step if isinstance(step, DataParallel) else data_parallel(step)  # type: ignore[assignment]
     placed = decorated.program(*args, **kwargs).placed
-    return Explanation(tuple(rows(placed.emitted[1])), placed.cut_by_model(), decorated.why, verbose, placed)
+    return Explanation(tuple(rows(placed.emitted.propagations)), placed.cut_by_model(), decorated.why, verbose, placed)

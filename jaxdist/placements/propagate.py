@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from jaxdist.ir.operations import SHAPE_ONLY
 from jaxdist.placements.model.block import Block, Node
@@ -42,7 +43,8 @@ def propagate(
     ctx = RuleContext(infer, block, may_stay_partial, choice)
     messages = _Messages(ctx)
     reduced_inputs = _place_inputs(ctx, in_placements)
-    strategies, alternatives, summands = list[Strategy](), list[tuple[Node, Strategy]](), dict[int, Partial]()
+    strategies, alternatives = list[Strategy](), list[tuple[Node, Strategy]]()
+    summands = dict[int, Partial]()  # that are added up into a whole value once they are made
     for node in block.nodes:
         strategy, others = ctx.strategies(node)
         if others:
@@ -56,17 +58,7 @@ def propagate(
             messages.reshard(node, i, target, strategy.why or strategy.why_sent)
         if strategy.sends:
             messages.sent_by(node, strategy)
-        for k, (i, placement) in enumerate(zip(node.outs, strategy.out_placements, strict=True)):
-            ctx.placements[i] = placement
-            if strategy.out_forms:  # converted at once, as when slices of a sum are sent instead of a weight
-                resolved, why = strategy.out_forms[k], strategy.why_sent
-            else:
-                resolved, why = ctx.once_made(i, placement), ""
-                if isinstance(placement, Partial) and resolved == REPLICATED:
-                    summands[i] = placement
-            if resolved is not placement and not isinstance(resolved, Partial):
-                messages.reshard(node, i, form(resolved), why)
-            ctx.placements[i] = resolved
+        summands |= _place_results(ctx, messages, node, strategy)
     propagation = Propagation(
         block,
         in_forms=tuple(map(form, in_placements)),
@@ -94,6 +86,23 @@ def _changed(ctx: RuleContext, node: Node, strategy: Strategy) -> Sequence[tuple
     return strategy.changed
 
 
+def _place_results(ctx: RuleContext, messages: "_Messages", node: Node, strategy: Strategy) -> dict[int, Partial]:
+    """Place the results of an operation, converted where they are at once; return those added up into a whole."""
+    summands = dict[int, Partial]()
+    for k, (i, placement) in enumerate(zip(node.outs, strategy.out_placements, strict=True)):
+        ctx.placements[i] = placement
+        if strategy.out_forms:  # as when slices of a sum are sent instead of a weight
+            resolved, why = strategy.out_forms[k], strategy.why_sent
+        else:
+            resolved, why = ctx.once_made(i, placement), ""
+            if isinstance(placement, Partial) and resolved == REPLICATED:
+                summands[i] = placement
+        if resolved is not placement and not isinstance(resolved, Partial):
+            messages.reshard(node, i, form(resolved), why)
+        ctx.placements[i] = resolved
+    return summands
+
+
 def _place_inputs(ctx: RuleContext, in_placements: Sequence[Placement]) -> set[int]:
     """Place constants and inputs; return the inputs that are summands and are added up at once."""
     block = ctx.block
@@ -118,8 +127,16 @@ def _scatter_summands(infer: Inference, propagation: Propagation, summands: Mapp
         if isinstance(target, Split) and infer.reshard(summand, target, aval) == "reduce-scatter":
             propagation.placements[i] = target
             k = next(k for k, message in enumerate(messages) if message.value == i)  # its reduction is its first
-            size = infer.bytes_sent("reduce-scatter", summand, target, aval)
+            size = infer.message_bytes("reduce-scatter", summand, target, aval)
             messages[k] = replace(messages[k], kind="reduce-scatter", bytes=size, new_form=target)
+
+
+class _Present(NamedTuple):
+    """A value in a form that devices have from an earlier message."""
+
+    value: int
+    form: Form
+    in_backward: bool  # it is a whole value of state that the backward pass has fetched, anew
 
 
 class _Messages:
@@ -131,7 +148,7 @@ class _Messages:
     def __init__(self, ctx: RuleContext):
         self.all: list[Message] = []
         self._ctx = ctx
-        self._present: set[tuple[int, Form, bool]] = set()  # values in forms that devices have from earlier messages
+        self._present = set[_Present]()
 
     def sent_by(self, node: Node, strategy: Strategy) -> None:
         """Record the messages that an operation sends itself."""
@@ -149,17 +166,16 @@ class _Messages:
         of_state = isinstance(p, Split) and p.of_state
         ahead = of_state and block.source(i) in block.input_index
         waited_for = i in block.before_products and not ahead
-        fetched = node.backward and of_state  # fetched anew in the backward pass
-        whole = i, REPLICATED, fetched
-        new_form = whole if target == REPLICATED else (i, form(target), False)
+        in_backward = node.backward and of_state
+        whole = _Present(i, REPLICATED, in_backward)
+        new_form = whole if target == REPLICATED else _Present(i, form(target), False)
         maker = block.makers.get(i)
-        reshaped = (
-            maker is not None and maker.name in SHAPE_ONLY and (maker.ins[0], REPLICATED, fetched) in self._present
-        )
+        reshaped_from = maker.ins[:1] if maker is not None and maker.name in SHAPE_ONLY else ()
+        reshaped = any(_Present(operand, REPLICATED, in_backward) in self._present for operand in reshaped_from)
         # A stored value's whole is in `Emitter._fetched`: slices that one collective makes are not cut from that.
         from_whole = not (of_state and kind == "all-to-all")
         again = new_form in self._present or (from_whole and (whole in self._present or (of_state and reshaped)))
         # Other slices are cut out of the whole value, unless one collective makes them.
         self._present.update({new_form, whole} if kind in ("all-gather", "all-reduce") else {new_form})
-        size = infer.bytes_sent(kind, p, target, aval)
+        size = infer.message_bytes(kind, p, target, aval)
         self.all.append(Message(node, kind, size, of_state, why, waited_for, again, value=i, new_form=form(target)))

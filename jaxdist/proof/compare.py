@@ -169,7 +169,7 @@ class Comparison:
     def __init__(self, placed: PlacedStep, strict: bool):
         self.placed, self.strict, self.mesh = placed, strict, placed.run_mesh
         self._step = jax.jit(lambda order, xs: Evaluator(strict, order=order).run(placed.step.jaxpr, xs))
-        self._program = placed.emitted[0]
+        self._program = placed.emitted.program
         self._parts = jax.jit(self._run)
 
     def differing(self, point: Point) -> list[int]:
@@ -190,14 +190,14 @@ class Comparison:
     @functools.cached_property
     def recorded(self) -> "list[tuple[_Recorder, Callable[..., Any]]]":
         """For each axis, what devices hold of each value, and a function that says whether that is the step's."""
-        return [self._recorded(propagation, k) for k, propagation in enumerate(self.placed.emitted[1])]
+        return [self._recorded(propagation, k) for k, propagation in enumerate(self.placed.emitted.propagations)]
 
     def _recorded(self, propagation: Propagation, k: int) -> "tuple[_Recorder, Callable[..., Any]]":
         recorder = _Recorder(propagation, marks=True)
         program, avals = recorder.program(local_types(propagation)), propagation.block.avals
 
         def local(e: Evaluator, xs: Sequence[Value]) -> list[Any]:
-            for before in self.placed.emitted[1][:k]:
+            for before in self.placed.emitted.propagations[:k]:
                 xs = [_cut(x, f, before) for x, f in zip(xs, before.in_forms, strict=True)]
             env = _evaluated(e, propagation, xs)
             parts = [_cut(x, f, propagation) for x, f in zip(xs, propagation.in_forms, strict=True)]
@@ -237,8 +237,8 @@ class Comparison:
 
     def _is_part(self, k: int, wanted: Value, got: Value) -> bool:
         placed, layout = self.placed, self.placed.result_layouts[k]
-        if layout is None and placed.emitted[1]:
-            layout = layout_of(placed.emitted[1][-1].out_forms[k], passes(self.mesh)[-1])
+        if layout is None and placed.emitted.propagations:
+            layout = layout_of(placed.emitted.propagations[-1].out_forms[k], passes(self.mesh)[-1])
         return _is_whole(wanted, got, layout)
 
 
@@ -295,7 +295,8 @@ def first_difference(comparison: Comparison, point: Point, results: Sequence[str
 def _evaluated(evaluator: Evaluator, propagation: Propagation, xs: Sequence[Value]) -> dict[int, Value]:
     """Return the values of a block, by number, before it is divided over the next axis."""
     block = propagation.block
-    env = {i: evaluator.constant(value) for i, value in block.known.items()} | dict(zip(block.inputs, xs, strict=True))
+    env = {i: evaluator.constant(value) for i, value in block.constants.items()}
+    env.update(zip(block.inputs, xs, strict=True))
     for node in _operations(block):
         env.update(zip(node.outs, evaluator.equation(node.eqn, [env[i] for i in node.ins]), strict=True))
     return env

@@ -149,8 +149,8 @@ class Calls:
 
         `totals` has the rows of each leaf on all ranks, once they have told each other.
         """
-        leaves, tree, rows = arguments.leaves, arguments.tree, None
-        settings, latest = (trace_settings(), self.cache.looked_for), self._latest.get(tree)
+        leaves, rows, latest = arguments.leaves, None, self._latest.get(arguments.tree)
+        settings = trace_settings(), self.cache.looked_for
         try:
             if totals is None and latest is not None and latest.fits(leaves, settings):
                 found = Found(latest)
@@ -313,7 +313,7 @@ class Calls:
 
     def announce(self, program: Program) -> None:
         """Warn about slow parts of a program, once."""
-        placements, is_first, self._is_first = program.placed.emitted[1], self._is_first, False
+        placements, is_first, self._is_first = program.placed.emitted.propagations, self._is_first, False
         if not placements or not self.context.is_root or self._warned_of_gathers:
             return
         if is_first and (text := program.placed.padding()):

@@ -16,17 +16,7 @@ from jaxdist.agreement.description import grouped, listed
 from jaxdist.compilation.signature import NUMBERS, Leaf, Signature, is_keys
 from jaxdist.device_map import Device
 from jaxdist.mesh import AXIS, GROUP, NAMES, axes_by_dim, data_size, from_host, in_a_row
-from jaxdist.placements.model.layouts import (
-    HOST,
-    Cut,
-    Layout,
-    Padded,
-    copied,
-    layout,
-    on_host,
-    physical,
-    sharding,
-)
+from jaxdist.placements.model.layouts import HOST, Cut, Layout, Padded, copied, layout, on_host, physical, sharding
 from jaxdist.runtime.context import Context, map_of
 from jaxdist.step import batch
 from jaxdist.step.batch_placer import BatchPlacer
@@ -115,21 +105,22 @@ class Placer:
 
     def place_state(self, leaves: Sequence[Leaf], layouts: Sequence[Layout | None]) -> list[Leaf]:
         """Return rank 0's value of each leaf on the mesh with these layouts. The given leaves do not change."""
-        weak = [getattr(x, "weak_type", False) for x in leaves]
-        leaves = without_aliases(leaves) if self.mesh.size == 1 else leaves
+        unaliased = without_aliases(leaves) if self.mesh.size == 1 else leaves
         # Keys are sent as their bits: neither NumPy nor the control channel has a type for them.
-        keys = {i: jax.random.key_impl(x) for i, x in enumerate(leaves) if is_keys(x)}
-        leaves = [jax.random.key_data(x) if i in keys else x for i, x in enumerate(leaves)]
-        if self.process_count > 1:
-            spanning = [spans(physical(x)) for x in leaves]
-            local = [None if s else _to_host(x) for s, x in zip(spanning, leaves, strict=True)]
-            leaves = [x if s else v for s, x, v in zip(spanning, leaves, self.context.broadcast(local), strict=True)]
-        placed: list[Leaf] = [
+        of_rank_0 = self._of_rank_0([jax.random.key_data(x) if is_keys(x) else x for x in unaliased])
+        placed = [
             self._replicate(self._unpadded(x)) if target is None else self._in_shards(x, target)
-            for x, target in zip(leaves, layouts, strict=True)
+            for x, target in zip(of_rank_0, layouts, strict=True)
         ]
-        placed = [_weak(x) if w and not x.weak_type else x for x, w in zip(placed, weak, strict=True)]
-        return [jax.random.wrap_key_data(x, impl=keys[i]) if i in keys else x for i, x in enumerate(placed)]
+        return list(map(_typed_as, placed, leaves))
+
+    def _of_rank_0(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
+        """Return rank 0's value of each leaf; one that spans processes is the same on all of them already."""
+        if self.process_count == 1:
+            return leaves
+        spanning = [spans(physical(x)) for x in leaves]
+        sent = self.context.broadcast([None if s else _to_host(x) for s, x in zip(spanning, leaves, strict=True)])
+        return [x if s else value for s, x, value in zip(spanning, leaves, sent, strict=True)]
 
     def _in_shards(self, x: Leaf, target: Layout) -> jax.Array | Padded:
         """Shard a leaf that is the same on every process, or move a sharded one to a different memory."""
@@ -215,14 +206,18 @@ def without_aliases(state: Sequence[Leaf]) -> list[Leaf]:
     return out
 
 
-def _weak(x: jax.Array | Padded) -> jax.Array | Padded:
-    """A leaf on the mesh, typed as a Python number is: on its way it was an array of NumPy."""
-    array = _weakly(physical(x).sharding)(physical(x))
+def _typed_as(x: jax.Array | Padded, leaf: Leaf) -> jax.Array | Padded:
+    """Return a leaf on the mesh with the type that it had before: on its way it was an array of NumPy."""
+    if is_keys(leaf):
+        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(leaf))
+    if x.weak_type or not getattr(leaf, "weak_type", False):
+        return x
+    array = _weakly_typed(physical(x).sharding)(physical(x))
     return Padded(array, x.layout) if type(x) is Padded else array
 
 
 @functools.cache
-def _weakly(target: Sharding) -> Callable[[jax.Array], jax.Array]:
+def _weakly_typed(target: Sharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda x: compat.with_weak_type(x, True), out_shardings=target)
 
 

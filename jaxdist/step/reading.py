@@ -69,9 +69,10 @@ class Reader:
         annotations = enumerate(itertools.compress(model_dims(args), is_data))
         annotated = [(i, dim) for i, (dim, is_annotated) in annotations if is_annotated]
         signature = Signature(
-            with_constants(whole, marked), (False,) * len(names), names, tuple(parameters), keywords, numbers,
-            tuple((name, constant_text(value)) for name, value in static),
-            tuple(annotated) if any(dim is not None for _, dim in annotated) else (),
+            with_constants(whole, marked), is_batch=(False,) * len(names), names=names,
+            parameters=tuple(parameters), keywords=keywords, numbers=numbers,
+            constants=tuple((name, constant_text(value)) for name, value in static),
+            annotated=tuple(annotated) if any(dim is not None for _, dim in annotated) else (),
         )  # fmt: skip
         leaves = signature.data(leaves)
         if self._declared is not None:

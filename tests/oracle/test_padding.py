@@ -82,7 +82,7 @@ def test_padding_is_of_real_values(devices: int, rows: int) -> None:
 
 
 def check_padding(run: Callable[[Any, Any], Any], state: Any, batch: Any, devices: int) -> None:
-    (propagation,) = decorated(run, devices).program(state, batch).placed.emitted[1]
+    (propagation,) = decorated(run, devices).program(state, batch).placed.emitted.propagations
     values = recorded(propagation, jax.tree.leaves((state, batch)), devices)
     assert values
     for name, split, x in values:

@@ -51,7 +51,7 @@ def collectives(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
 def sent(step: Any, *args: Any, devices: int) -> dict[str, int]:
     """Bytes of the whole values by kind, read from the program of a device."""
     found = Counter[str]()
-    program = step.program(*args).placed.emitted[0]  # private: the text of a lowered step has no counts of iterations
+    program = step.program(*args).placed.emitted.program  # private: a lowered step has no counts of iterations
     for eqn, times in collectives(program.jaxpr):
         kind = KINDS[eqn.primitive.name]
         parts: Any = eqn.outvars if kind == "reduce-scatter" else eqn.invars
@@ -216,7 +216,7 @@ def test_a_loop_over_microbatches_gathers_a_layer_at_a_time() -> None:
 def test_a_placement_prints() -> None:
     """As CONTRIBUTING shows it, to see why a value is sent."""
     step = decorated(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), 4)
-    (propagation,) = step.program(W, X).placed.emitted[1]
+    (propagation,) = step.program(W, X).placed.emitted.propagations
     lines = [line for line in str(propagation).splitlines() if "= dot_general" in line or "= sub" in line]
     _, gradient, update = lines
     assert not missing(["float64[8] partial", "split(0)"], gradient)

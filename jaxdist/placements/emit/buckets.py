@@ -9,7 +9,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -222,6 +222,13 @@ def _first_cotangent(jaxpr: Jaxpr) -> Var | None:
     return None
 
 
+class _Gather(NamedTuple):
+    """A bucket of shards that is gathered."""
+
+    bytes: int
+    operand: Var | None  # what its user also takes, if that is computed
+
+
 class _Pace:
     """Decide when to gather shards that the step uses: at most `ahead` bytes before their use.
 
@@ -235,25 +242,25 @@ class _Pace:
 
     def __init__(self, ahead: int, first: Var | None):
         self._ahead, self._first = ahead, first  # the first gathers start after `first`, if there is one
-        self._gathered: list[tuple[int, Var | None]] = []  # bytes, and what its user also takes
+        self._gathers = list[_Gather]()  # so far
 
     def start_after(self, bucket: Sequence[JaxprEqn], use: JaxprEqn, producers: Mapping[Var, JaxprEqn]) -> Var | None:
         """Return the variable that must be computed before `bucket` is gathered, if any."""
         # Gathers run in the order of their use: those after that variable's user are on the device together.
         bucket_size = size = sum(map(_bytes, bucket))
         after = self._first
-        for earlier, operand in reversed(self._gathered):
-            if size >= self._ahead and operand is not None:
-                after = operand
+        for gather in reversed(self._gathers):
+            if size >= self._ahead and gather.operand is not None:
+                after = gather.operand
                 break
-            size += earlier
+            size += gather.bytes
         computed = [
             v
             for v in use.invars
             if not isinstance(v, Literal) and v in producers and not _gathers(producers[v])
             and jnp.issubdtype(aval_of(v).dtype, jnp.floating) and aval_of(v).size
         ]  # fmt: skip
-        self._gathered.append((bucket_size, _before_reshapes(computed[0], producers) if computed else None))
+        self._gathers.append(_Gather(bucket_size, _before_reshapes(computed[0], producers) if computed else None))
         return after
 
 

@@ -16,19 +16,10 @@ from jaxdist.communicators import exchange
 from jaxdist.ir.operations import SHAPE_ONLY
 from jaxdist.ir.primitives import all_reduce_p, gather_shards_p, reduce_shard_p
 from jaxdist.mesh import NAMES
+from jaxdist.placements.model import values
 from jaxdist.placements.model.block import Node
 from jaxdist.placements.model.strategy import Propagation
-from jaxdist.placements.model.values import (
-    REPLICATED,
-    Form,
-    Partial,
-    Split,
-    form,
-    in_one_collective,
-    is_narrow,
-    local_shape,
-    wide,
-)
+from jaxdist.placements.model.values import REPLICATED, Form, Partial, Split, form, is_narrow, local_shape, wide
 
 
 class Emitter:
@@ -55,7 +46,7 @@ class Emitter:
 
     def run(self, xs: Sequence[Any]) -> list[Any]:
         """Return the outputs in their placed forms, given inputs in theirs."""
-        for i, value in self.block.known.items():
+        for i, value in self.block.constants.items():
             self._forms[i][REPLICATED] = value
         for i, target, x in zip(self.block.inputs, self.placed.in_forms, xs, strict=True):
             self._forms[i][target] = x
@@ -137,7 +128,7 @@ class Emitter:
         # From the form in which propagation has it; a summand that is added up at once exists only in its first form.
         source = next(f for f in (placed_form, *forms) if f in forms and isinstance(f, (Partial, Split)))
         if isinstance(target, Split):
-            if not in_one_collective(source, target, self.n, aval.dtype):
+            if not values.in_one_collective(source, target, self.n, aval.dtype):
                 return self.cut(self.take(i, REPLICATED), target)
             if isinstance(source, Partial):
                 return self._scatter(i, forms[source], source, target)
@@ -181,14 +172,14 @@ class Emitter:
         user = self.block.nodes[users[0]] if len(users) == 1 and self.block.uses[i] == 1 else None
         return user.eqn.params["permutation"] if user is not None and user.name == "transpose" else ()
 
-    def _gather(self, x: Any, split: Split, aval: Any, turned: Sequence[int] = ()) -> Any:
+    def _gather(self, x: Any, split: Split, aval: Any, order: Sequence[int] = ()) -> Any:
         if not aval.size:
             return jnp.zeros(aval.shape, aval.dtype)
         raw, back = _raw(x)
-        if turned and split.outer == 1 and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-            whole = self.gather(raw.transpose(turned), turned.index(split.dim), split.size)
+        if order and split.outer == 1 and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+            whole = self.gather(raw.transpose(order), order.index(split.dim), split.size)
             # The user's transpose undoes this one, and XLA drops both.
-            return back(whole.transpose(np.argsort(turned)))
+            return back(whole.transpose(np.argsort(order)))
         d = split.dim
         # Block by block: of two blocks of 8 rows each of 2 devices has [2 * 4], gathers [2, 4] to [2, 8], and makes
         # [16] of it.

@@ -106,7 +106,7 @@ class Block:
 
     avals: list[Aval] = field(default_factory=list)  # the logical type of each value
     inputs: list[int] = field(default_factory=list)  # the values that it takes
-    known: dict[int, Any] = field(default_factory=dict)  # constants
+    constants: dict[int, Any] = field(default_factory=dict)  # by value
     nodes: list[Node] = field(default_factory=list)  # in order
     # `nodes`, plus dead operations: marks of parameters that the optimizer ignores
     traced: list[Node] = field(default_factory=list)
@@ -117,7 +117,7 @@ class Block:
     @functools.cached_property
     def numbers(self) -> dict[int, Number | None]:
         """Map each constant to its value if it is a single number, else to None."""
-        return {i: _number(value) for i, value in self.known.items()}
+        return {i: _number(value) for i, value in self.constants.items()}
 
     @functools.cached_property
     def makers(self) -> dict[int, Node]:
@@ -210,17 +210,17 @@ def _inline(
 ) -> list[int]:
     env: dict[Var, int] = {}
 
-    def known(aval: Aval, value: Any) -> int:
+    def constant(aval: Aval, value: Any) -> int:
         i = block.new(aval)
-        block.known[i] = _without_mesh(value)
+        block.constants[i] = _without_mesh(value)
         return i
 
     for v, value in zip(jaxpr.constvars, consts, strict=True):
-        env[v] = known(aval_of(v), value)
+        env[v] = constant(aval_of(v), value)
     env.update(zip(jaxpr.invars, args, strict=True))
 
     def read(atom: Var | Literal) -> int:
-        return known(aval_of(atom), atom.val) if isinstance(atom, Literal) else env[atom]
+        return constant(aval_of(atom), atom.val) if isinstance(atom, Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
         ins = tuple(map(read, eqn.invars))
@@ -261,7 +261,7 @@ def added(block: Block, outputs: frozenset[int]) -> frozenset[int]:
     """Return values that reach some outputs by additions, reshapes and constant factors only."""
     values = {block.outputs[k] for k in outputs}
     for node in reversed(block.nodes) if outputs else ():
-        scaled = node.name in ("mul", "div") and any(i in block.known for i in node.ins)
+        scaled = node.name in ("mul", "div") and any(i in block.constants for i in node.ins)
         if (scaled or node.name in _SUMS) and node.outs[0] in values:
             # A second use would add the value up in each iteration anyway.
             values.update(i for i in node.ins if block.uses[i] == 1)

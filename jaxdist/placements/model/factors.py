@@ -60,6 +60,7 @@ class Factors:
         """Return each device's turns of a factor, given slices of array `k`; the usual ones if none give these."""
         if (factor := self.arrays[k][split.dim]) is None or self.is_even(factor):
             return split
+        # Only multiples of `every` turns take whole entries of each array, and no part of a block that turns share.
         unit, every = self.units.get((k, split.dim), Fraction(1)), self.together.get(factor, 1)
         every = math.lcm(every, *(u.denominator for (j, d), u in self.units.items() if self.arrays[j][d] == factor))
         fits = split.chunk / unit % every == 0 and (split.outer == 1 or split.size % unit == 0)
@@ -296,11 +297,9 @@ def einsum(rule: str) -> Rule:
     twice = any(word.count(c) > 1 for word in equation.replace("->", ",").split(",") for c in {*word} - {"."})
     if equation.count("->") != 1 or set(equation) - set("->,.") - set(string.ascii_letters) or twice:
         raise ValueError(f"rule={rule!r}: expected a description such as 'b..., .d -> b.', or a function")
-    left, right = equation.split("->")
     letters = {c: i for i, c in enumerate(dict.fromkeys(filter(str.isalpha, equation)))}
-    operands, results = (
-        tuple(tuple(letters.get(c) for c in word) for word in part.split(",")) for part in (left, right)
-    )
+    sides = [part.split(",") for part in equation.split("->")]
+    operands, results = (tuple(tuple(letters.get(c) for c in word) for word in words) for words in sides)
     returned = {f for word in results for f in word}
     described = Factors(operands, results, reduced={f: "sum" for f in letters.values() if f not in returned})
     return lambda params, ins, outs: described

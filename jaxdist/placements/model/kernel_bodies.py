@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -91,7 +91,7 @@ Written = set[Var]  # memory that has been written to as a whole
 
 
 def _writes_first(
-    jaxpr: Jaxpr, memory: Mapping[Var, Var], known: dict[Var, Any], written: Written, first: Collection[int]
+    jaxpr: Jaxpr, memory: Mapping[Var, Var], known: dict[Var, Any], written: Written, at_start_of: Collection[int]
 ) -> bool:
     """Check that a step reads only scratch memory that it wrote before, and add the memory it writes to `written`.
 
@@ -100,64 +100,66 @@ def _writes_first(
       memory: the scratch memory that it sees, by variable.
       known: numbers that are known; those that follow are added.
       written: see above.
-      first: axes of the grid along which this is the first step.
+      at_start_of: axes of the grid along which this is the first step.
     """
     for eqn in jaxpr.eqns:
         touched = {memory[v] for v in eqn.invars if isinstance(v, Var) and v in memory}
         if not touched:
-            _evaluate(eqn, known, first)
+            _evaluate(eqn, known, at_start_of)
             continue
         # A `swap` returns what was there: only if nobody takes that is it a write and no read. One to a part of the
         # memory leaves the rest as it was, so the whole is not known to be written.
         if eqn.primitive.name == "swap" and not _is_used(eqn, jaxpr):
             written |= touched if compat.is_whole(eqn) else set()
             continue
-        parts, all_run = _parts(eqn, known)
-        after = [set(written) for _ in parts]
-        for (closed, operands, turns), seen in zip(parts, after, strict=True):
+        programs, one_runs = _programs(eqn, known)
+        after = [set(written) for _ in programs]
+        for (closed, operands, changing_inputs), seen in zip(programs, after, strict=True):
             # What a loop carries is known before its first turn, and is something else in the second.
-            changing = {closed.jaxpr.invars[k] for k in turns}
+            changing = {closed.jaxpr.invars[k] for k in changing_inputs}
             pairs = list(zip(closed.jaxpr.invars, operands, strict=True))
             inner_memory = {v: memory[x] for v, x in pairs if isinstance(x, Var) and x in memory}
             inner_known = {v: _value(x) if isinstance(x, Literal) else known[x] for v, x in pairs
                            if v not in changing and (isinstance(x, Literal) or x in known)}  # fmt: skip
-            if not _writes_first(closed.jaxpr, inner_memory, inner_known, seen, first):
+            if not _writes_first(closed.jaxpr, inner_memory, inner_known, seen, at_start_of):
                 return False
-        if not parts and not touched <= written:
+        if not programs and not touched <= written:
             return False
         # Some branch of a `cond` runs, so what all of them write is written. A loop may have no turn.
-        if parts and all_run:
+        if programs and one_runs:
             written |= set.intersection(*after)
     return True
 
 
-# A program, its operands, and the inputs that change per iteration.
-_Program = tuple[ClosedJaxpr, Sequence[Any], Sequence[int]]
+class _Program(NamedTuple):
+    """A program that an equation may run."""
+
+    closed: ClosedJaxpr
+    operands: Sequence[Any]
+    changing: Sequence[int] = ()  # the inputs that are something else in each turn of a loop
 
 
-def _parts(eqn: JaxprEqn, known: Mapping[Var, Any]) -> tuple[list[_Program], bool]:
+def _programs(eqn: JaxprEqn, known: Mapping[Var, Any]) -> tuple[list[_Program], bool]:
     """Return the programs that an equation may run, and whether it runs one of them for sure."""
     operands = list(eqn.invars)
     if (call := called(eqn)) is not None:
-        return [(call, operands, ())], True
+        return [_Program(call, operands)], True
     if eqn.primitive.name == "run_scoped":
         scoped = eqn.params["jaxpr"]  # its constants are the operands, and its inputs new memory
         inner = scoped.replace(constvars=[], invars=[*scoped.constvars, *scoped.invars])
-        return [(ClosedJaxpr(inner, []), [*operands, *scoped.invars], ())], True
+        return [_Program(ClosedJaxpr(inner, []), [*operands, *scoped.invars])], True
     chosen = bodies(eqn)
     if eqn.primitive.name == "cond":
         choice = _value(operands[0]) if isinstance(operands[0], Literal) else known.get(operands[0])
         chosen = chosen if choice is None else [chosen[min(max(int(choice), 0), len(chosen) - 1)]]
-    programs: list[_Program] = [
-        (body.closed, [operands[k] for k in body.ins], (*body.carry, *body.xs)) for body in chosen
-    ]
+    programs = [_Program(body.closed, [operands[k] for k in body.ins], (*body.carry, *body.xs)) for body in chosen]
     return programs, eqn.primitive.name == "cond"
 
 
-def _evaluate(eqn: JaxprEqn, known: dict[Var, Any], first: Collection[int]) -> None:
+def _evaluate(eqn: JaxprEqn, known: dict[Var, Any], at_start_of: Collection[int]) -> None:
     """Find the result of an equation of known numbers."""
     if eqn.primitive.name == "program_id":
-        if eqn.params["axis"] in first:
+        if eqn.params["axis"] in at_start_of:
             known[eqn.outvars[0]] = np.zeros((), aval_of(eqn.outvars[0]).dtype)
         return
     values = [_value(v) if isinstance(v, Literal) else known.get(v) for v in eqn.invars]
@@ -193,8 +195,8 @@ def why_no_sum(params: Params, axis: int, kept: Collection[int]) -> str:
     """
     mapping, body = params["grid_mapping"], compat.closed(params["jaxpr"]).jaxpr
     visible = [g for g in range(len(mapping.grid)) if g not in mapping.vmapped_dims]
-    first = mapping.num_index_operands + mapping.num_inputs
-    results = {body.invars[first + k]: mapping.block_mappings[mapping.num_inputs + k] for k in kept}
+    operands = mapping.num_index_operands + mapping.num_inputs
+    results = {body.invars[operands + k]: mapping.block_mappings[mapping.num_inputs + k] for k in kept}
     sums = _Sums(axis, visible)
     if problem := sums.why_not(body, {v: v for v in results}):
         return problem
@@ -229,19 +231,19 @@ class _Sums:
         """
         totals = dict[Var, _Part]()  # variables that are part of a result with something added to it
         places = dict[Var, int]()  # variables that are the place of the step along an axis
-        first = dict[Var, frozenset[int]]()  # those that say whether it is the first along some axes
+        is_first = dict[Var, frozenset[int]]()  # those that say whether it is the first along some axes
         for eqn in jaxpr.eqns:
             name, operands = eqn.primitive.name, [v for v in eqn.invars if isinstance(v, Var)]
             refs, read = {memory[v] for v in operands if v in memory}, [v for v in operands if v in totals]
-            place = [v for v in operands if places.get(v) == self.axis or self.axis in first.get(v, ())]
+            place = [v for v in operands if places.get(v) == self.axis or self.axis in is_first.get(v, ())]
             if name == "program_id":
                 places[eqn.outvars[0]] = self.visible[eqn.params["axis"]]
             elif name == "eq" and operands and operands[0] in places and _is_zero(eqn.invars[1], {}):
-                first[eqn.outvars[0]] = frozenset({places[operands[0]]})
-            elif name in ("and", "convert_element_type") and {*operands} <= first.keys() and operands == eqn.invars:
-                first[eqn.outvars[0]] = frozenset[int]().union(*(first[v] for v in operands))
+                is_first[eqn.outvars[0]] = frozenset({places[operands[0]]})
+            elif name in ("and", "convert_element_type") and {*operands} <= is_first.keys() and operands == eqn.invars:
+                is_first[eqn.outvars[0]] = frozenset[int]().union(*(is_first[v] for v in operands))
             elif name == "cond" and place == eqn.invars[:1]:
-                if not self._is_cleared(eqn, memory, first.get(place[0], frozenset())):
+                if not self._is_cleared(eqn, memory, is_first.get(place[0], frozenset())):
                     return "the first of them does more than set it to zero"
             elif place or self._reads_place(eqn):
                 return "its body depends on the place of the step"
@@ -256,16 +258,15 @@ class _Sums:
                 if _is_used(eqn, jaxpr):
                     return "its body reads its old value"
                 self.used |= refs
-            elif refs and not read and (programs := _parts(eqn, {})[0]):
-                for closed, given, _ in programs:
-                    pairs = [(v, x) for v, x in zip(closed.jaxpr.invars, given, strict=True) if isinstance(x, Var)]
-                    inner_memory = {v: memory[x] for v, x in pairs if x in memory}
-                    if problem := self.why_not(closed.jaxpr, inner_memory):
+            elif refs and not read and (programs := _programs(eqn, {})[0]):
+                for part, given, _ in programs:
+                    pairs = [(v, x) for v, x in zip(part.jaxpr.invars, given, strict=True) if isinstance(x, Var)]
+                    if problem := self.why_not(part.jaxpr, {v: memory[x] for v, x in pairs if x in memory}):
                         return problem
             elif refs or read:
                 return f"its body does more than add to it ({name})"
         results = [v for v in jaxpr.outvars if isinstance(v, Var)]
-        depends = [v for v in results if v in totals or v in first or places.get(v) == self.axis]
+        depends = [v for v in results if v in totals or v in is_first or places.get(v) == self.axis]
         return "its body does more than add to it" if depends else ""
 
     def _is_cleared(self, eqn: JaxprEqn, memory: Mapping[Var, Var], axes: frozenset[int]) -> bool:
@@ -295,9 +296,9 @@ class _Sums:
         )
 
 
-def _part(eqn: JaxprEqn, memory: Mapping[Var, Var], first: int) -> _Part:
-    """Return which part of a result an equation reads or writes to; its operands from `first` on are the index."""
-    ref, *index = (v.val if isinstance(v, Literal) else v for v in (eqn.invars[0], *eqn.invars[first:]))
+def _part(eqn: JaxprEqn, memory: Mapping[Var, Var], start: int) -> _Part:
+    """Return which part of a result an equation reads or writes to; its operands from `start` on are the index."""
+    ref, *index = (v.val if isinstance(v, Literal) else v for v in (eqn.invars[0], *eqn.invars[start:]))
     return memory[ref], eqn.params["tree"], *index
 
 

@@ -67,7 +67,7 @@ class Inference(Protocol):
     def shard(self, dim: int, size: int) -> Split: ...
     def reshard(self, placement: Placement, target: Form, aval: Any) -> str: ...
     def sent(self, placement: Placement, target: Form, aval: Any) -> float: ...
-    def bytes_sent(self, kind: str, placement: Placement, target: Form, aval: Any) -> int: ...
+    def message_bytes(self, kind: str, placement: Placement, target: Form, aval: Any) -> int: ...
 
 
 class DeviceContext(Protocol):
@@ -219,7 +219,7 @@ class Propagation:
             if not kind or (i, target) in sent or from_whole:
                 continue
             sent.add((i, target))
-            size = infer.bytes_sent(kind, p, target, block.avals[i])
+            size = infer.message_bytes(kind, p, target, block.avals[i])
             why = RETURNED if target == REPLICATED else ""
             messages.append(Message(makers.get(i), kind, size, of_state, why, value=i, new_form=target))
         return replace(
@@ -291,7 +291,7 @@ def sliced(
     bodies: Sequence[Propagation],
     place: Callable[[Sequence[Placement]], Sequence[Propagation]],
 ) -> tuple[Sequence[Placement], Sequence[Propagation]]:
-    """Cut values that bodies only use in one slice before the bodies: their new placements, and the bodies'."""
+    """Cut inputs of which bodies use only a slice before they run; return the inputs' placements, and the bodies."""
     # Else loops hold random masks of the whole batch: a 7B model at level 3 of ZeRO took 169 GiB instead of 12.
     cut, block = list(in_placements), bodies[0].block
     for k in range(len(in_placements)):

@@ -69,8 +69,8 @@ def _cumulative(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strat
 
 
 @special("slice")
-def _without_ends(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
-    """Drop a few rows of a batch at its ends, or all but a few; or take every second, third, ..."""
+def _slice_rows(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
+    """Take most rows of a batch, or every k-th of them, in slices; or a few, on every device."""
     split, params = ins[0], node.eqn.params
     if not _is_batch(split, aval := ctx.block.avals[node.ins[0]]):
         return None
@@ -87,11 +87,11 @@ def _without_ends(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Str
     if split.chunk % stride == 0 and count != split.size:
         # Row k of the result is ``first + stride * (shift + k)``: each device takes every row at `first`, which sends
         # nothing; then all rows move by `shift`. For x[5::2]: every second row from 1 on, moved by 2.
-        left, (shift, first) = _result(split, count, split.chunk // stride), divmod(start, stride)
-        if _has_all_devices(ctx, left, shift):
-            move = lambda device, x: repeat_last(device, _shifted(device, part(x, first, stride), d, shift), left)
+        result, (shift, first) = _result(split, count, split.chunk // stride), divmod(start, stride)
+        if _has_all_devices(ctx, result, shift):
+            move = lambda device, x: repeat_last(device, _shifted(device, part(x, first, stride), d, shift), result)
             run = lambda device, node, xs: [move(device, xs[0])]
-            return Strategy([form(split)], [left], run, sends=_neighbors(ctx, node, d, shift))
+            return Strategy([form(split)], [result], run, sends=_neighbors(ctx, node, d, shift))
     # So few rows are on hardly any device: added up among zeros, they alone are sent, and not the whole batch.
     if 0 < count <= split.chunk // 2 and is_wide(aval.dtype):
         pick = lambda device, node, xs: [_among_zeros(device, part(xs[0], 0, 1), split, start, count, stride)]

@@ -149,9 +149,10 @@ class RuleContext:
         """Compute whole operands on every device; later operations can cut the result for free."""
         out_placements: list[Placement] = []
         for o in node.outs:
-            dim = self.batch_dim(node, ins, self.block.avals[o].shape)
-            size = 0 if dim is None else self.block.avals[o].shape[dim]
-            out_placements.append(REPLICATED if dim is None else replace(values.tile(dim, size, self.n), whole=True))
+            shape = self.block.avals[o].shape
+            dim = self.batch_dim(node, ins, shape)
+            cut = None if dim is None else replace(values.tile(dim, shape[dim], self.n), whole=True)
+            out_placements.append(cut or REPLICATED)
         why = "" if all(isinstance(p, (Replicated, Deferred)) for p in ins) else f"{node.name} needs all of it"
         described = self.block.factors(node) if why else None
         if described is not None and (node.name == "pallas_call" or described.why):

@@ -13,21 +13,12 @@ from jax.extend.core import Primitive
 
 from jaxdist import compat
 from jaxdist.ir.interpreter import bodies
+from jaxdist.placements.model import values
 from jaxdist.placements.model.block import Block, Node
 from jaxdist.placements.model.factors import FACTORS, Factors, Params, Shapes, einsum
 from jaxdist.placements.model.named_kernels import TWINS, twin_of
 from jaxdist.placements.model.strategy import DeviceContext, Run, Strategy, sliced
-from jaxdist.placements.model.values import (
-    REPLICATED,
-    Deferred,
-    Partial,
-    Placement,
-    Split,
-    form,
-    local_shape,
-    tile,
-    whole_if_deferred,
-)
+from jaxdist.placements.model.values import REPLICATED, Deferred, Partial, Placement, Split, form, local_shape, tile
 from jaxdist.placements.rules.context import SPECIAL, RuleContext, refuse, special
 from jaxdist.placements.rules.run import Cut, repeat_last
 
@@ -191,30 +182,30 @@ def _as_twin(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
     block = ctx.infer.block(twin, node.backward)
     place = lambda ins: [ctx.infer.place(block, ins)]
     # What is whole here, too, is cut for the kernel: so its twin must not take it whole without a message.
-    whole = [p.alone() if isinstance(p, Split) else whole_if_deferred(p) for p in ins]
-    taken, (placed,) = sliced(whole, place(whole), place)
+    alone = [p.alone() if isinstance(p, Split) else values.whole_if_deferred(p) for p in ins]
+    in_placements, (placed,) = sliced(alone, place(alone), place)
     types = [
         [(a.shape, a.dtype) for a in map(of.avals.__getitem__, outs)]
         for of, outs in ((ctx.block, node.outs), (block, block.outputs))
     ]
     if types[0] != types[1]:
         raise refuse(node, f"it returns {types[0]}, and its twin {types[1]}")
-    is_padded = any(isinstance(p, Split) and p.is_padded(ctx.n) for p in taken)
+    is_padded = any(isinstance(p, Split) and p.is_padded(ctx.n) for p in in_placements)
     are_sums = any(isinstance(p, Partial) for p in placed.out_placements)
     # The kernel runs as it is, so nothing can mask the padding in its sums.
-    if placed.communicates or (are_sums and is_padded) or any(isinstance(p, Partial) for p in taken):
+    if placed.communicates or (are_sums and is_padded) or any(isinstance(p, Partial) for p in in_placements):
         return None
-    shapes = [local_shape(shape, p) for shape, p in zip(ctx.block.shapes(node.ins), taken, strict=True)]
+    shapes = [local_shape(shape, p) for shape, p in zip(ctx.block.shapes(node.ins), in_placements, strict=True)]
     if (on_slices := twin_of(node, tuple(shapes))) is None or not _are_alike(block, ctx.infer.block(on_slices)):
         return None
     part = ctx.infer.block(on_slices)
     shapes_of_results = zip(ctx.block.shapes(node.outs), part.shapes(part.outputs), strict=True)
-    made = [_result(p, *shapes, ctx.n) for p, shapes in zip(placed.out_placements, shapes_of_results, strict=True)]
-    results = [p for p in made if p is not None]
-    if len(results) < len(made):
+    results = [_result(p, *shapes, ctx.n) for p, shapes in zip(placed.out_placements, shapes_of_results, strict=True)]
+    out_placements = [p for p in results if p is not None]
+    if len(out_placements) < len(results):
         return None
-    run: Run = lambda device, node, xs: device.bind(node, xs, _on_slices(node.eqn.params, results))
-    return Strategy([form(p) for p in taken], results, run)
+    run: Run = lambda device, node, xs: device.bind(node, xs, _on_slices(node.eqn.params, out_placements))
+    return Strategy([form(p) for p in in_placements], out_placements, run)
 
 
 def _result(p: Placement, whole: tuple[int, ...], part: tuple[int, ...], devices: int) -> Placement | None:
@@ -236,7 +227,7 @@ def _are_alike(whole: Block, part: Block) -> bool:
          for node in block.nodes]
         for block in (whole, part)
     ]  # fmt: skip
-    constants = [[np.asarray(value) for value in block.known.values()] for block in (whole, part)]
+    constants = [[np.asarray(value) for value in block.constants.values()] for block in (whole, part)]
     return facts[0] == facts[1] and all(np.array_equal(x, y) for x, y in zip(*constants, strict=False))
 
 

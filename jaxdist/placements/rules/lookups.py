@@ -14,17 +14,7 @@ from jax import lax
 from jaxdist.placements.model.block import Node
 from jaxdist.placements.model.factors import FACTORS
 from jaxdist.placements.model.strategy import DeviceContext, Strategy, nbytes
-from jaxdist.placements.model.values import (
-    REPLICATED,
-    Deferred,
-    Form,
-    Partial,
-    Placement,
-    Replicated,
-    Split,
-    form,
-    is_wide,
-)
+from jaxdist.placements.model.values import REPLICATED, Deferred, Form, Partial, Placement, Split, form, is_wide
 from jaxdist.placements.rules.context import RuleContext, special
 from jaxdist.placements.rules.run import run_as_is
 
@@ -39,7 +29,7 @@ def _look_up(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
     """Look up the rows that a device has, with zeros for the rows of other devices."""
     rows, params = ins[0], node.eqn.params
     numbers, out = params["dimension_numbers"], ctx.block.avals[node.outs[0]]
-    column = _column(ctx, rows, ins[1:], numbers.start_index_map, numbers.collapsed_slice_dims)
+    column = _column(ctx.n, rows, ins[1:], numbers.start_index_map, numbers.collapsed_slice_dims)
     if column is None or not is_wide(out.dtype) or params["mode"] not in _MODES:
         return None
     assert isinstance(rows, Split)
@@ -72,52 +62,62 @@ def _look_up(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
 @special(*_SCATTERS)
 def _change(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy | None:
     """Change the rows that each device has; a deferred array is made in any slices requested."""
-    rows, params = ins[0], node.eqn.params
-    numbers, shape = params["dimension_numbers"], ctx.block.shapes(node.ins)[0]
-    mapped = numbers.scatter_dims_to_operand_dims
-    single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    window = (d for d in range(len(shape)) if d not in single)
-    sizes = dict(zip(window, (ctx.block.shapes(node.ins)[2][d] for d in numbers.update_window_dims), strict=True))
-    last, clips = [shape[d] - sizes.get(d, 1) for d in mapped], params["mode"] == lax.GatherScatterMode.CLIP
-
-    def change(device: DeviceContext, node: Node, xs: Sequence[jax.Array], rows: Split, column: int) -> jax.Array:
-        """Change this slice by the updates for its rows, and drop the rest."""
-        indices = _signed(xs[1], last if clips else None)
-        local, present, _ = _localize(device, indices, column, rows, shape[rows.dim])
-        # Other devices' rows are beyond the end, in every mode, so that they are dropped.
-        local = jnp.where(_is(local, column) & ~present[..., None], rows.rows, local)
-        new = {**params, "mode": lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False}
-        # One update becomes a read and a write of one slice. XLA merges the read with the slice that the device has cut
-        # out, and then takes an entry beyond its end (openxla/xla#49121; in jaxlib 0.10).
-        operand = lax.optimization_barrier(xs[0]) if math.prod(local.shape[:-1]) == 1 else xs[0]
-        return device.bind(node, [operand, local, xs[2]], new)[0]
-
-    if isinstance(rows, Deferred) and all(isinstance(p, (Replicated, Deferred)) for p in ins[1:]) and mapped:
-
-        def make(device: DeviceContext, node: Node, target: Form) -> jax.Array:
-            column = _column(ctx, target, ins[1:], mapped, numbers.inserted_window_dims)
-            if column is None:
-                whole = device.bind(node, [device.take(i, REPLICATED) for i in node.ins])[0]
-                return device.cut(whole, target) if isinstance(target, Split) else whole
-            assert isinstance(target, Split)
-            xs = [device.take(node.ins[0], target), *(device.take(i, REPLICATED) for i in node.ins[1:])]
-            return change(device, node, xs, target, column)
-
-        return Strategy([None] * len(ins), [Deferred()], make=make)
-    column = _column(ctx, rows, ins[1:], mapped, numbers.inserted_window_dims)
-    if column is None:
+    rows, *others = ins
+    looks_up = bool(node.eqn.params["dimension_numbers"].scatter_dims_to_operand_dims)
+    if isinstance(rows, Deferred) and looks_up and not any(isinstance(p, (Partial, Split)) for p in others):
+        return Strategy([None] * len(ins), [Deferred()], make=_make_changed)
+    if (column := _column_of_rows(node, ctx.n, rows, others)) is None:
         return None
     assert isinstance(rows, Split)
-    run = lambda device, node, xs: [change(device, node, xs, rows, column)]
+    run = lambda device, node, xs: [_changed(device, node, xs, rows, column)]
     return Strategy([form(rows), REPLICATED, REPLICATED], [replace(form(rows), of_state=rows.of_state)], run)
 
 
+def _make_changed(device: DeviceContext, node: Node, target: Form) -> jax.Array:
+    """Make the slices of a deferred array, changed."""
+    if (column := _column_of_rows(node, device.n, target, ())) is None:
+        whole = device.bind(node, [device.take(i, REPLICATED) for i in node.ins])[0]
+        return device.cut(whole, target) if isinstance(target, Split) else whole
+    assert isinstance(target, Split)
+    xs = [device.take(node.ins[0], target), *(device.take(i, REPLICATED) for i in node.ins[1:])]
+    return _changed(device, node, xs, target, column)
+
+
+def _changed(device: DeviceContext, node: Node, xs: Sequence[jax.Array], rows: Split, column: int) -> jax.Array:
+    """Change a device's slice by the updates for its rows, and drop the rest."""
+    params, (shape, _, updates) = node.eqn.params, device.block.shapes(node.ins)
+    last = _last_indices(params["dimension_numbers"], shape, updates)
+    indices = _signed(xs[1], last if params["mode"] == lax.GatherScatterMode.CLIP else None)
+    local, present, _ = _localize(device, indices, column, rows, shape[rows.dim])
+    # Other devices' rows are beyond the end, in every mode, so that they are dropped.
+    local = jnp.where(_is(local, column) & ~present[..., None], rows.rows, local)
+    new = {**params, "mode": lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False}
+    # One update becomes a read and a write of one slice. XLA merges the read with the slice that the device has cut
+    # out, and then takes an entry beyond its end (openxla/xla#49121; in jaxlib 0.10).
+    operand = lax.optimization_barrier(xs[0]) if math.prod(local.shape[:-1]) == 1 else xs[0]
+    return device.bind(node, [operand, local, xs[2]], new)[0]
+
+
+def _last_indices(numbers: lax.ScatterDimensionNumbers, shape: Sequence[int], updates: Sequence[int]) -> list[int]:
+    """Return the last index that an update fits at, for each column of the indices of a scatter."""
+    single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window = (d for d in range(len(shape)) if d not in single)
+    sizes = dict(zip(window, (updates[d] for d in numbers.update_window_dims), strict=True))
+    return [shape[d] - sizes.get(d, 1) for d in numbers.scatter_dims_to_operand_dims]
+
+
+def _column_of_rows(node: Node, devices: int, rows: Placement, others: Sequence[Placement]) -> int | None:
+    """Return the column of a scatter's indices that selects split rows, see `_column`."""
+    numbers = node.eqn.params["dimension_numbers"]
+    return _column(devices, rows, others, numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims)
+
+
 def _column(
-    ctx: RuleContext, rows: Placement, others: Sequence[Placement], mapped: Sequence[int], single: Sequence[int]
+    devices: int, rows: Placement, others: Sequence[Placement], mapped: Sequence[int], single: Sequence[int]
 ) -> int | None:
     """Return the column of indices that selects split rows, if every device has all else."""
     # Padding of the batch copies the last row, and a change of that row would miss it; of state it may be anything.
-    if not isinstance(rows, Split) or rows.outer > 1 or rows.whole or (rows.is_padded(ctx.n) and not rows.of_state):
+    if not isinstance(rows, Split) or rows.outer > 1 or rows.whole or (rows.is_padded(devices) and not rows.of_state):
         return None
     if rows.dim not in mapped or rows.dim not in single or any(isinstance(p, Split) for p in others):
         return None

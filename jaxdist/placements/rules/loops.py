@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxdist.ir.interpreter import CONTROL_FLOW, bodies, with_bodies
 from jaxdist.ir.operations import ADDITION
@@ -32,7 +32,12 @@ _MOST_ROUNDS = 12
 _HELD = 2  # times the largest array that iterations gather may be held throughout a loop
 _TRIPS = 2  # of a `while`, assumed when its constants are gathered before it; `Node.trip_count` has 1, for costs
 
-Carried = tuple[Sequence[Placement], Propagation]  # a loop's carries, and its body
+
+class Settled(NamedTuple):
+    """A loop whose carries leave an iteration as they enter it."""
+
+    carry: Sequence[Placement]
+    body: Propagation
 
 
 def join(a: Placement, b: Placement) -> Placement:
@@ -60,7 +65,7 @@ def _settled(
     carry_inputs: Sequence[int],
     place_body: Callable[[Sequence[Placement]], Propagation],
     used_outside: Callable[[Sequence[Placement]], Collection[int]] = lambda _: (),
-) -> Carried:
+) -> Settled:
     """Place a loop's carries so that an iteration returns them as it took them, and its body.
 
     A carry starts with the strongest claim, and each round weakens those that the body does not keep::
@@ -88,10 +93,10 @@ def _settled(
         reduced = [k in outside or i in body.reduced_inputs for k, i in enumerate(carry_inputs)]
         next_carry = [_weaker(p, q, needed) for p, q, needed in zip(carry, returned, reduced, strict=True)]
         if next_carry == carry:
-            return carry, body
+            return Settled(carry, body)
         carry = next_carry
     carry = [p if isinstance(p, Split) else REPLICATED for p in carry]
-    return carry, place_body(carry)
+    return Settled(carry, place_body(carry))
 
 
 def _first_claim(block: Block, init: Placement, i: int) -> Placement:
@@ -115,10 +120,10 @@ def _weaker(taken: Placement, returned: Placement, reduced: bool) -> Placement:
     return Partial(returned.gradient, made=False)
 
 
-def _gather_before(
-    infer: Inference, consts: Sequence[Placement], trips: int, resolve: Callable[[Sequence[Placement]], Carried]
-) -> tuple[Sequence[Placement], Carried]:
-    """Place a loop, and gather before it what its iterations would gather anew, if that costs less.
+def _gathered_before(
+    infer: Inference, consts: Sequence[Placement], trips: int, settle: Callable[[Sequence[Placement]], Settled]
+) -> tuple[Sequence[Placement], Settled]:
+    """Return the placements of a loop's constants, and the loop: gathered before it, not in each turn, if cheaper.
 
     Each iteration gathers the largest of these anyway. The loop may hold twice as much: a recurrent layer's
     weights, but not, at level 3 of ZeRO, the parameters of a model that takes several microbatches.
@@ -127,11 +132,11 @@ def _gather_before(
       infer: the axis.
       consts: the placements of the constants, the first inputs of the body.
       trips: the number of iterations.
-      resolve: places the carries and the body, given the constants.
+      settle: places the carries and the body, given the constants.
     """
-    carry, body = resolve(consts)
-    block = body.block
-    gathered = {block.source(message.value) for message in body.messages if message.kind == "all-gather"}
+    loop = settle(consts)
+    block = loop.body.block
+    gathered = {block.source(message.value) for message in loop.body.messages if message.kind == "all-gather"}
     inputs = block.inputs[: len(consts)]
     sizes = {
         i: nbytes(block.avals[i]) for i, p in zip(inputs, consts, strict=True) if isinstance(p, Split) and i in gathered
@@ -143,11 +148,11 @@ def _gather_before(
             held += sizes[i]
     if before:
         whole = [REPLICATED if i in before else p for i, p in zip(inputs, consts, strict=True)]
-        other_carry, other_body = resolve(whole)
+        loop_of_whole = settle(whole)
         once = sum(infer.link.seconds("all-gather", sizes[i]) + infer.link.latency for i in before)
-        if once + trips * cost(other_body, infer) < trips * cost(body, infer):
-            return whole, (other_carry, other_body)
-    return consts, (carry, body)
+        if once + trips * cost(loop_of_whole.body, infer) < trips * cost(loop.body, infer):
+            return whole, loop_of_whole
+    return consts, loop
 
 
 def bound(placed: Sequence[Propagation]) -> Run:
@@ -176,7 +181,7 @@ def _scan(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
 
     1. Turns that share only sums: each device loops over its own examples (`own_iterations`), and that is all.
     2. xs split along the loop are split along a different dimension, or gathered (`_unscanned`).
-    3. Carries settle (`_settled`), with constants unchanged or gathered before the loop (`_gather_before`).
+    3. Carries settle (`_settled`), with constants unchanged or gathered before the loop (`_gathered_before`).
     4. Little work over the batch: xs whole, if no turn communicates then.
     5. Constants that turns use in one slice are cut before the loop (`sliced`).
     6. The body again, its outputs in the forms that the next turn and the stack take.
@@ -201,18 +206,20 @@ def _scan(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
         slices = [replace(p, dim=p.dim - 1) if isinstance(p, Split) else REPLICATED for p in xs]
         return infer.place(block, [*consts, *carry, *slices], wants, _partial_carries(carry) | added_up)
 
-    def resolve(consts: Sequence[Placement], xs: Sequence[Placement]) -> Carried:
+    def settle(consts: Sequence[Placement], xs: Sequence[Placement]) -> Settled:
         return _settled(block, carry_in, body.carry, lambda carry: place(consts, carry, xs))
 
     consts = [throughout(p) for p in consts_in]  # 3
-    consts, (carry, placed) = _gather_before(infer, consts, node.trip_count, lambda consts: resolve(consts, xs))
-    if over_batch and placed.communicates and _is_little(infer, sum(nbytes(ctx.block.avals[i]) for i in arrays)):
+    consts, loop = _gathered_before(infer, consts, node.trip_count, lambda consts: settle(consts, xs))
+    if over_batch and loop.body.communicates and _is_little(infer, sum(nbytes(ctx.block.avals[i]) for i in arrays)):
         # 4. Little sequential work: one gather of the batch may cost less than a message per iteration.
         gathered = [p if isinstance(p, Split) and p.of_state else REPLICATED for p in xs]
-        whole_carry, whole = resolve(consts, gathered)
-        if not whole.communicates and seconds(whole, infer.axis.machine) <= infer.link.latency:
-            carry, xs, placed = whole_carry, gathered, whole
-    consts, (placed,) = sliced(consts, [placed], lambda cut: [place(cut, carry, xs)])  # 5
+        loop_of_whole = settle(consts, gathered)
+        alone = not loop_of_whole.body.communicates
+        if alone and seconds(loop_of_whole.body, infer.axis.machine) <= infer.link.latency:
+            loop, xs = loop_of_whole, gathered
+    carry = loop.carry
+    consts, (placed,) = sliced(consts, [loop.body], lambda cut: [place(cut, carry, xs)])  # 5
     ys = [_place_stacked(ctx, node.outs[k], placed.returned(k), k in added_up) for k in body.ys]
     placed = place(consts, carry, xs, [form(p) for p in (*carry, *ys)])  # 6
     out_placements = [*_result_placements(carry), *map(_stacked, ys)]
@@ -274,10 +281,10 @@ def _while(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
         reduced = place_cond(carry).reduced_inputs
         return [k for k, i in enumerate(test.carry) if i in reduced]
 
-    def resolve(consts: Sequence[Placement]) -> Carried:
+    def settle(consts: Sequence[Placement]) -> Settled:
         return _settled(body, loop.split(ins)[1], loop.carry, lambda carry: place_body(consts, carry), reduced_by_cond)
 
-    consts, (carry, placed) = _gather_before(infer, consts, _TRIPS, resolve)
+    consts, (carry, placed) = _gathered_before(infer, consts, _TRIPS, settle)
     consts, _ = sliced(consts, [placed], lambda cut: [place_body(cut, carry)])
     both = place_cond(carry), place_body(consts, carry, [form(p) for p in carry])
     in_forms = [form(p) for p in (*cond_consts, *consts, *carry)]

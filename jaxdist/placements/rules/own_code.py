@@ -38,8 +38,8 @@ def _shard_map(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strate
             tuple(name for axis in axes for name in (both if axis == AXIS else (axis,))) for axes in axes_by_dim(spec)
         )
 
-    in_forms, out_placements = (tuple(map(names, params[name])) for name in ("in_specs", "out_specs"))
-    return _own_code(ctx, node, compat.closed(params["jaxpr"]), in_forms, out_placements)
+    ins_cuts, outs_cuts = (tuple(map(names, params[name])) for name in ("in_specs", "out_specs"))
+    return _own_code(ctx, node, compat.closed(params["jaxpr"]), ins_cuts, outs_cuts)
 
 
 @special("jaxdist_own_code")
@@ -89,11 +89,11 @@ def _own_code(ctx: RuleContext, node: Node, body: ClosedJaxpr, ins: Sequence[Cut
             return _Untyped([axis.name for axis in mesh]).run(body, *args)
         return own_code_p.bind(*args, body=body, ins=tuple(ins), outs=tuple(outs), axes=inner_axes)
 
-    in_forms, out_placements = (
+    in_placements, out_placements = (
         [placement(i, cuts) for i, cuts in zip(values, of, strict=True)]
         for values, of in ((node.ins, ins), (node.outs, outs))
     )
-    return Strategy(list(map(form, in_forms)), out_placements, run, sends=[*sent_by(body, placed, mesh)])
+    return Strategy(list(map(form, in_placements)), out_placements, run, sends=[*sent_by(body, placed, mesh)])
 
 
 def sent_by(body: ClosedJaxpr, placed: MeshAxis, mesh: Sequence[Axis]) -> Iterator[Sends]:

@@ -114,31 +114,31 @@ def _partitioned(ctx: RuleContext, node: Node, slices: Slices) -> Strategy | Non
     ins, outs, static = params["in_tree"], params["out_tree"], params["static_args"]
     mesh = AbstractMesh((n,), (axis.name,))
     arrays = _Arrays(ctx.block.avals, axis.name, mesh)
-    taken, made = slices[: len(node.ins)], slices[len(node.ins) :]
-    operands = ins.unflatten(map(arrays.whole, node.ins, taken))
-    if not made:
+    in_slices, out_slices = slices[: len(node.ins)], slices[len(node.ins) :]
+    operands = ins.unflatten(map(arrays.whole, node.ins, in_slices))
+    if not out_slices:
         none: Slices = (None,) * len(node.outs)
         results = outs.unflatten(map(arrays.local, node.outs, none))
         inferred = params["infer_sharding_from_operands"](*static, mesh, operands, results)
-        made = arrays.slices(outs.flatten_up_to(inferred), node.outs, none)
-    results = outs.unflatten(map(arrays.whole, node.outs, made))
+        out_slices = arrays.slices(outs.flatten_up_to(inferred), node.outs, none)
+    results = outs.unflatten(map(arrays.whole, node.outs, out_slices))
     _, program, out_shardings, in_shardings = params["partition"](*static, mesh, operands, results)
-    taken = arrays.slices(ins.flatten_up_to(in_shardings), node.ins, taken)
-    made = arrays.slices(outs.flatten_up_to(out_shardings), node.outs, made)
-    local = ins.unflatten(map(arrays.local, node.ins, taken))
+    in_slices = arrays.slices(ins.flatten_up_to(in_shardings), node.ins, in_slices)
+    out_slices = arrays.slices(outs.flatten_up_to(out_shardings), node.outs, out_slices)
+    local = ins.unflatten(map(arrays.local, node.ins, in_slices))
     body = jax.make_jaxpr(program, axis_env=[(axis.name, n)])(*local)
-    expected = [(x.shape, x.dtype) for x in map(arrays.local, node.outs, made)]
+    expected = [(x.shape, x.dtype) for x in map(arrays.local, node.outs, out_slices)]
     if [(a.shape, a.dtype) for a in body.out_avals] != expected:
         raise refuse(node, f"the program of its partition returns {body.out_avals}, and its shardings say {expected}")
     names_axis = any(axis.name in axes_of(eqn) for eqn, _ in walk(body))
-    is_padded = any(p is not None and p.is_padded(n) for p in (*taken, *made))
+    is_padded = any(p is not None and p.is_padded(n) for p in (*in_slices, *out_slices))
     # Without messages each result must be in slices; with them, padding would count.
-    in_slices = all(p is not None or not ctx.block.uses[o] for o, p in zip(node.outs, made, strict=True))
-    if not any(taken) or (is_padded if names_axis else not in_slices):
+    are_slices = all(p is not None or not ctx.block.uses[o] for o, p in zip(node.outs, out_slices, strict=True))
+    if not any(in_slices) or (is_padded if names_axis else not are_slices):
         return None
     run = functools.partial(_run_partitioned, body, params if axis.inner and not names_axis else None)
-    in_forms: list[Form] = [form(p) if p else REPLICATED for p in taken]
-    return Strategy(in_forms, [p or REPLICATED for p in made], run, sends=[*sent_by(body, axis, axis.mesh)])
+    in_forms: list[Form] = [form(p) if p else REPLICATED for p in in_slices]
+    return Strategy(in_forms, [p or REPLICATED for p in out_slices], run, sends=[*sent_by(body, axis, axis.mesh)])
 
 
 def _run_partitioned(

@@ -12,19 +12,10 @@ from jax import lax
 from jaxdist import compat
 from jaxdist.ir.primitives import constraint_p, count_p, counts
 from jaxdist.mesh import MODEL, axes_by_dim
+from jaxdist.placements.model import values
 from jaxdist.placements.model.block import Node
 from jaxdist.placements.model.strategy import DeviceContext, Run, Sends, Strategy, nbytes
-from jaxdist.placements.model.values import (
-    REPLICATED,
-    Deferred,
-    Form,
-    Placement,
-    Replicated,
-    Split,
-    form,
-    reshaped,
-    tile,
-)
+from jaxdist.placements.model.values import REPLICATED, Deferred, Form, Placement, Replicated, Split, form, reshaped
 from jaxdist.placements.rules.context import RuleContext, alternative, special
 from jaxdist.placements.rules.run import make_in_form, make_whole
 
@@ -229,7 +220,7 @@ def _constrained(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Stra
     dim = constrained_dim(node, ctx.infer.axis.name)
     if dim is None or shape[dim] < ctx.n or (isinstance(p, Split) and p.dim == dim and not p.whole):
         return None
-    slices = tile(dim, shape[dim], ctx.n)
+    slices = values.tile(dim, shape[dim], ctx.n)
     return Strategy([slices], [slices], _constrained_later, name=CONSTRAINT)
 
 

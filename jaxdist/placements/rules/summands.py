@@ -8,17 +8,7 @@ import numpy as np
 from jaxdist.ir.operations import ACROSS, ADDITION, CONTRACTION, LINEAR
 from jaxdist.placements.model.block import Block, Node
 from jaxdist.placements.model.strategy import Strategy
-from jaxdist.placements.model.values import (
-    REPLICATED,
-    Deferred,
-    Form,
-    Number,
-    Partial,
-    Placement,
-    Replicated,
-    Split,
-    form,
-)
+from jaxdist.placements.model.values import REPLICATED, Deferred, Number, Partial, Placement, Replicated, Split, form
 from jaxdist.placements.rules.run import run_wide
 
 # Summands may be larger than their sum, and must not overflow where it does not: a factor may take 8 bits of the range.
@@ -96,7 +86,7 @@ def linear(
     # A term added to a gradient must not lose digits on the wire for it.
     gradient = gradient and all(isinstance(ins[k], Partial) or is_zero(ins[k]) for k in terms)
     summand = Partial(unreduced_axes=unreduced_axes)
-    in_forms: list[Form] = [summand if isinstance(p, Partial) or k in terms else REPLICATED for k, p in enumerate(ins)]
+    in_forms = [summand if isinstance(p, Partial) or k in terms else REPLICATED for k, p in enumerate(ins)]
     return Strategy(in_forms, [Partial(gradient, added, unreduced_axes)], run_wide)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 from jax.extend.core import ClosedJaxpr
 
 from jaxdist.mesh import on_each_host
-from jaxdist.placements.search.marks import asked
+from jaxdist.placements.search.marks import in_marks
 
 HOST = "host"
 Within = int | str | None  # the devices that share a leaf: all (None), each host's (``"host"``), or this many in a row
@@ -20,7 +20,7 @@ def check_within(within: object) -> None:
 
 def group(closed: ClosedJaxpr, hosts: Sequence[Hashable]) -> int:
     """Return how many devices in a row share the sharded leaves of a step, or 0 for all."""
-    sizes = {_size(within, hosts) for within in asked(closed, "within")}
+    sizes = {_size(within, hosts) for within in in_marks(closed, "within")}
     if len(sizes) > 1:
         raise ValueError(
             f"the step keeps leaves in shards within groups of {' and of '.join(map(str, sorted(sizes)))} devices: "

@@ -125,8 +125,8 @@ class Infer:
         kind = self.reshard(placement, target, aval)
         return self.link.sent(kind, nbytes(aval)) if kind else 0
 
-    def bytes_sent(self, kind: str, placement: Placement, target: Form, aval: Any) -> int:
-        """Return the bytes of a whole value when it is resharded: with padding, in the type in which it is added."""
+    def message_bytes(self, kind: str, placement: Placement, target: Form, aval: Any) -> int:
+        """Return the bytes of a whole value in a message: with padding, in the type in which it is added."""
         split = placement if isinstance(placement, Split) else target
         shape = list(aval.shape)
         # Slices are sent with their padding, summands without any.

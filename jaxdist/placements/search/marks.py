@@ -70,7 +70,7 @@ def _follow(infer: Inference, block: Block, inputs: Sequence[Source | None], col
         if node.name in CONTROL_FLOW:
             outs = _in_bodies(infer, node, args, collected)
         else:
-            outs = _node(infer, node, args, collected)
+            outs = _in_operation(infer, node, args, collected)
         env.update(zip(node.outs, outs, strict=True))
     return [env.get(i) for i in block.outputs]
 
@@ -79,7 +79,7 @@ def _in_bodies(
     infer: Inference, node: Node, args: Sequence[Source | None], collected: Marks
 ) -> Sequence[Source | None]:
     """Follow inputs through bodies; keep sources that all branches agree on and no turn changes."""
-    every = []
+    by_body = []
     for body in bodies(node.eqn):
         # A loop's condition marks nothing, and none of its outputs is a result.
         if not body.outs:
@@ -90,11 +90,14 @@ def _in_bodies(
         outs = _follow(infer, infer.block(body.closed, node.backward), sources, collected)
         for o, k in enumerate(body.carry):
             outs[o] = outs[o] if outs[o] == sources[k] else None
-        every.append([None if o in body.ys else source for o, source in enumerate(outs)])
-    return [outs[0] if len(set(outs)) == 1 else None for outs in zip(*every, strict=True)]
+        by_body.append([None if o in body.ys else source for o, source in enumerate(outs)])
+    return [outs[0] if len(set(outs)) == 1 else None for outs in zip(*by_body, strict=True)]
 
 
-def _node(infer: Inference, node: Node, args: Sequence[Source | None], collected: Marks) -> Sequence[Source | None]:
+def _in_operation(
+    infer: Inference, node: Node, args: Sequence[Source | None], collected: Marks
+) -> Sequence[Source | None]:
+    """Collect the mark that an operation is, and return where its results are from."""
     name, params = node.name, node.eqn.params
     if name == "jaxdist_shard":
         _mark(params, args[0], infer.level(node), collected)
@@ -164,7 +167,7 @@ def slices_wanted(infer: Inference, block: Block) -> dict[int, int]:
     return dims
 
 
-def asked(closed: ClosedJaxpr, what: str) -> set[Any]:
+def in_marks(closed: ClosedJaxpr, parameter: str) -> set[Any]:
     """Return the values of a parameter in the marks of a step."""
     marks = (eqn.params for eqn in equations(closed.jaxpr) if eqn.primitive is shard_p)
-    return {params[what] for params in marks if params["level"]}
+    return {params[parameter] for params in marks if params["level"]}

@@ -7,6 +7,7 @@ keys and values. Tries are counted, not timed, so that every rank finds the same
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,16 +37,16 @@ def search(
     sources: Sequence[int | None],
     names: Sequence[str],
     batch_devices: int = 1,
-    given: Mapping[int, int | None] | None = None,
+    fixed: Mapping[int, int | None] | None = None,
 ) -> Mapping[int, int | None]:
-    """Return the best dimension to cut for each input; omitted inputs stay whole, and those for which None is given.
+    """Return the best dimension to cut for each input; omitted inputs stay whole, as do those with None.
 
-    If dimensions are `given`, by annotations or since leaves come cut, nothing is searched: they are cut, and with each
+    If dimensions are `fixed`, by annotations or since leaves come cut, nothing is searched: they are cut, and with each
     the dimensions that are tied to it.
     """
     classes = _Classes(infer, block, state, sources)
-    if given:
-        return {**_cuts([tied for tied in reversed(classes.all) if not tied.isdisjoint(given.items())]), **given}
+    if fixed:
+        return {**_cuts([tied for tied in reversed(classes.all) if not tied.isdisjoint(fixed.items())]), **fixed}
     most = min(_PLACINGS, max(_FEWEST, _OPERATIONS // max(classes.operations, 1)))
     prices: dict[frozenset[Member], float] = {}
 
@@ -189,18 +190,24 @@ def _cuts(classes: Iterable[Class]) -> dict[int, int]:
     return cuts
 
 
+class _Group(NamedTuple):
+    """Classes that correspond in several layers."""
+
+    description: frozenset[tuple[str, tuple[int, ...], int]]  # by member: leaf, without numbers; shape; dimension
+    classes: list[Class]
+    leaves: set[int]  # that these cut
+
+
 def _by_layer(classes: Sequence[Class], block: Block, names: Sequence[str]) -> list[frozenset[Class]]:
     """Group corresponding classes of several layers; a group has at most one class per leaf."""
-    groups: list[tuple[frozenset[tuple[str, tuple[int, ...], int]], list[Class], set[int]]] = []
+    groups = list[_Group]()
     # ``layers[0]['w']`` and ``layers[1]['w']`` are both ``layers[#]['w']``: cut alike, without a try for each layer.
     leaf = [(re.sub(r"\d+", "#", name), block.avals[i].shape) for name, i in zip(names, block.inputs, strict=True)]
     for tied in classes:
-        what = frozenset((*leaf[k], dim) for k, dim in tied)
-        leaves = {k for k, _ in tied}
-        group = next((g for g in groups if g[0] == what and g[2].isdisjoint(leaves)), None)
+        description, leaves = frozenset((*leaf[k], dim) for k, dim in tied), {k for k, _ in tied}
+        group = next((g for g in groups if g.description == description and g.leaves.isdisjoint(leaves)), None)
         if group is None:
-            groups.append((what, [tied], leaves))
-        else:
-            group[1].append(tied)
-            group[2].update(leaves)
-    return [frozenset(group) for _, group, _ in groups]
+            groups.append(group := _Group(description, [], set()))
+        group.classes.append(tied)
+        group.leaves.update(leaves)
+    return [frozenset(group.classes) for group in groups]

@@ -34,23 +34,23 @@ def best(
     groups = _groups(infer, default)
     if not groups:
         return default
-    messages, known = _messages(default), dict[On, tuple[float, Propagation]]()
+    messages, tried, costs = _messages(default), dict[On, Propagation](), dict[On, float]()
     most = max(_FEWEST, _OPERATIONS // max(len(block.nodes), 1))
 
     def cost_of(on: On) -> float:
-        if on not in known:
-            if len(known) > most:
-                return float("inf")  # so that `descend` ends at known values
-            placed = place(_together([constraints, *(groups[k] for k in sorted(on))])) if on else default
+        if on not in costs:
+            if len(costs) > most:
+                return float("inf")  # so that `descend` ends at one that was tried
+            placed = tried[on] = place(_together([constraints, *(groups[k] for k in sorted(on))])) if on else default
             others = _messages(placed) - messages  # errors in shared messages cancel
             unsure = sum(times * infer.link.seconds(*message) for message, times in others.items())
-            known[on] = _cost(infer, placed) + _UNCERTAINTY * unsure, placed
-        return known[on][0]
+            costs[on] = _cost(infer, placed) + _UNCERTAINTY * unsure
+        return costs[on]
 
     switches = [On({k}) for k in range(len(groups))]
     # From all switched as well: options that pay off only together are not found one at a time.
     start = min(On(), On().union(*switches), key=cost_of)
-    return known[descend(start, switches, lambda on, group: [on ^ group], cost_of)][1]
+    return tried[descend(start, switches, lambda on, group: [on ^ group], cost_of)]
 
 
 def _constraints(infer: Inference, block: Block, place: Callable[[Choice], Propagation]) -> tuple[Choice, Propagation]:
@@ -62,16 +62,18 @@ def _constraints(infer: Inference, block: Block, place: Callable[[Choice], Propa
     for node in block.nodes:
         if constrained_dim(node, infer.axis.name) is not None:
             lines.setdefault((node.line, *block.shapes(node.ins)), {})[id(node)] = CONSTRAINT
-    kept, placed = DEFAULTS, place(DEFAULTS)
+    followed, placed = DEFAULTS, place(DEFAULTS)
     most = COST_OF_CONSTRAINT * _cost(infer, placed) if lines else 0.0
-    together = _together(list(map(Choice, lines.values())))
-    for more in [together, *map(Choice, lines.values())] if lines else []:
-        with_more = place(choice := _together([kept, more]))
-        if _cost(infer, with_more) <= most:
-            kept, placed = choice, with_more
-            if more is together:
+    of_lines = [Choice(names) for names in lines.values()]
+    together = _together(of_lines)
+    for constraints in [together, *of_lines] if lines else []:
+        choice = _together([followed, constraints])
+        with_these = place(choice)
+        if _cost(infer, with_these) <= most:
+            followed, placed = choice, with_these
+            if constraints is together:
                 break
-    return kept, placed
+    return followed, placed
 
 
 def _together(chosen: Sequence[Choice]) -> Choice:

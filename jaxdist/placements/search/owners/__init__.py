@@ -7,6 +7,6 @@ it on slices; `run` sends matrices to their owners and back.
 Reference: Anil et al., *Scalable Second Order Optimization for Deep Learning*, arXiv 2002.09018.
 """
 
-from jaxdist.placements.search.owners.assignment import Way, check_split, way, with_owners
+from jaxdist.placements.search.owners.assignment import Way, check_split, requested_way, with_owners
 
-__all__ = ["Way", "check_split", "way", "with_owners"]
+__all__ = ["Way", "check_split", "requested_way", "with_owners"]

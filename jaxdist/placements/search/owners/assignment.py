@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import TopologicalSorter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Primitive
 
@@ -19,7 +19,7 @@ from jaxdist.placements.model.block import Block, Node
 from jaxdist.placements.model.cost import seconds, seconds_of
 from jaxdist.placements.model.strategy import Inference, Propagation, nbytes
 from jaxdist.placements.model.values import REPLICATED, Partial, Placement, Split, tile
-from jaxdist.placements.search.marks import asked
+from jaxdist.placements.search.marks import in_marks
 from jaxdist.placements.search.options import best
 from jaxdist.placements.search.owners.components import (
     Component,
@@ -68,9 +68,9 @@ def check_split(split: Any) -> None:
         )
 
 
-def way(closed: ClosedJaxpr) -> Way:
+def requested_way(closed: ClosedJaxpr) -> Way:
     """Return the way that the marks of a step ask for."""
-    ways = asked(closed, "split") - {None}
+    ways = in_marks(closed, "split") - {None}
     if len(ways) > 1:
         raise ValueError(
             "the step has an update with split='slices' and one with split='owners': give each jaxdist.zero in it the "
@@ -89,19 +89,15 @@ def with_owners(infer: Inference, placed: Propagation) -> Block | None:
     placed.matrices = max(len(parts), most_inside(placed))
     if not parts or infer.split == "slices":
         return None
-    on_slices, unsliceable = _costs(infer, placed, moved)
+    on_slices = _on_slices(infer, placed, moved)
     works: list[list[Work]] = []
     for stage in sorted({c.stage for c in parts}):
-        works += _chosen(infer, placed, on_slices, unsliceable, [c for c in parts if c.stage == stage])
+        works += _chosen(infer, placed, on_slices, [c for c in parts if c.stage == stage])
     return _rewritten(placed.block, works) if works else None
 
 
 def _chosen(
-    infer: Inference,
-    placed: Propagation,
-    on_slices: dict[int, float],
-    unsliceable: set[int],
-    parts: Sequence[Component],
+    infer: Inference, placed: Propagation, on_slices: "_OnSlices", parts: Sequence[Component]
 ) -> list[list[Work]]:
     """Choose which components of one stage get owners, in groups that become one operation each."""
     n, link = infer.devices, infer.link
@@ -109,12 +105,13 @@ def _chosen(
     total = sum(work.seconds for work in works)
     stacks: list[list[Work]] = []
     required: list[Work] = []  # they get owners in any case
-    others: list[tuple[Work, float]] = []  # with their seconds on slices
+    others: dict[Work, float] = {}  # with their seconds on slices
     for work in works:
-        must = infer.split == "owners" or any(id(node) in unsliceable for node in work.component.nodes)
-        slices = sum(on_slices[id(node)] for node in work.component.nodes)
-        if not must and (work.seconds + work.sent / link.bandwidth) / n + 2 * link.latency >= slices:
-            continue  # not worthwhile even with perfect balance: 1/n of the work, plus the way there and back
+        must = infer.split == "owners" or any(id(node) in on_slices.impossible for node in work.component.nodes)
+        seconds_on_slices = sum(on_slices.seconds[id(node)] for node in work.component.nodes)
+        # Not worthwhile even with perfect balance: 1/n of the work, plus the way there and back.
+        if not must and (work.seconds + work.sent / link.bandwidth) / n + 2 * link.latency >= seconds_on_slices:
+            continue
         # Of a stack of 12 matrices 4 devices take 3 each, if that is hardly more work than all 12 at once (`_SLACK`),
         # or if its one owner would have more to do than its share of everything.
         stack = _stack(infer, placed, work.component)
@@ -123,21 +120,24 @@ def _chosen(
         elif must:
             required.append(work)
         else:
-            others.append((work, slices))
+            others[work] = seconds_on_slices
     owned = _cheapest(required, others, n, link)
-    for work, owner in zip(owned, _assigned(owned, n, link)[1], strict=True):
+    _, owners = _assigned(owned, n, link)
+    for work, owner in zip(owned, owners, strict=True):
         work.owner = owner
     return [*stacks, [work for work in works if work in owned]] if owned else stacks
 
 
-def _cheapest(required: Sequence[Work], others: Sequence[tuple[Work, float]], n: int, link: Link) -> list[Work]:
-    """Return what gets an owner so that all, on owners and on slices, takes least."""
+def _cheapest(required: Sequence[Work], others: dict[Work, float], n: int, link: Link) -> list[Work]:
+    """Return what gets an owner so that all takes least; `others` may stay on slices, with these seconds."""
     # A giant's owner finishes long after the others: what sends most stays on slices first.
-    others = sorted(others, key=lambda other: other[0].sent)
-    ways = [[*required, *(work for work, _ in others[:k])] for k in range(len(others) + 1)]
-    left = [sum(slices for _, slices in others[k:]) for k in range(len(others) + 1)]
-    times = [_assigned(works, n, link)[0] + slices for works, slices in zip(ways, left, strict=True)]
-    return ways[times.index(min(times))]
+    by_size = sorted(others, key=lambda work: work.sent)
+
+    def seconds_with(owned: int) -> float:
+        on_owners, _ = _assigned([*required, *by_size[:owned]], n, link)
+        return on_owners + sum(others[work] for work in by_size[owned:])
+
+    return [*required, *by_size[: min(range(len(by_size) + 1), key=seconds_with)]]
 
 
 def _assigned(works: Sequence[Work], n: int, link: Link) -> tuple[float, list[int]]:
@@ -150,24 +150,30 @@ def _assigned(works: Sequence[Work], n: int, link: Link) -> tuple[float, list[in
     return max(devices)[0] + 2 * link.latency * bool(works), owners
 
 
-def _costs(infer: Inference, placed: Propagation, moved: Counter[int]) -> tuple[dict[int, float], set[int]]:
-    """Return each operation's seconds on slices (by id), and those that slices cannot run."""
+class _OnSlices(NamedTuple):
+    """Operations, by id, as they run on slices."""
+
+    seconds: dict[int, float]
+    impossible: set[int]  # those that can't run so
+
+
+def _on_slices(infer: Inference, placed: Propagation, moved: Counter[int]) -> _OnSlices:
+    """Return what the operations of a block take on slices, with their bodies."""
     machine, link = infer.axis.machine, infer.link
-    costs: dict[int, float] = {}
-    unsliceable = set()
+    costs, impossible = dict[int, float](), set[int]()
     for node, strategy in zip(placed.block.nodes, placed.strategies, strict=True):
-        inner = [_costs(infer, body, bytes_moved(body)) for body in strategy.bodies]
+        inner = [_on_slices(infer, body, bytes_moved(body)) for body in strategy.bodies]
         is_elsewhere = strategy.bodies or strategy.make  # in its bodies, or in its users
         cost_here = 0 if is_elsewhere else seconds_of(placed.block, node, strategy, machine)
         reduced = sum(nbytes(placed.block.avals[o]) for o, p in zip(node.outs, strategy.out_placements, strict=True)
                       if isinstance(p, Partial) and node.name in CONTRACTION)  # fmt: skip
         travel = max(moved[id(node)], reduced)
         cost_here += travel / link.bandwidth + (link.latency if travel else 0)
-        costs[id(node)] = cost_here + node.trip_count * sum(sum(c.values()) for c, _ in inner)
+        costs[id(node)] = cost_here + node.trip_count * sum(sum(body.seconds.values()) for body in inner)
         is_whole = is_whole_work(node, strategy, placed.placements, moved)
-        if (is_whole and not strategy.bodies and node.name not in CONTRACTION) or any(of_body for _, of_body in inner):
-            unsliceable.add(id(node))
-    return costs, unsliceable
+        if (is_whole and not strategy.bodies and node.name not in CONTRACTION) or any(b.impossible for b in inner):
+            impossible.add(id(node))
+    return _OnSlices(costs, impossible)
 
 
 def _on_one(infer: Inference, placed: Propagation, component: Component) -> Work:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,8 @@ class Component:
 
     def block(self, outer: Block) -> Block:
         """These operations as a block of their own, with the numbers of values that they have outside."""
-        known = {i: outer.known[i] for node in self.nodes for i in node.ins if i in outer.known}
-        block = Block(outer.avals, list(self.ins), known, self.nodes, self.nodes, list(self.outs))
+        constants = {i: outer.constants[i] for node in self.nodes for i in node.ins if i in outer.constants}
+        block = Block(outer.avals, list(self.ins), constants, self.nodes, self.nodes, list(self.outs))
         block.count_uses()
         return block
 
@@ -82,8 +82,7 @@ def components(infer: Inference, placed: Propagation, moved: Counter[int]) -> li
     return found
 
 
-@dataclass(frozen=True)
-class _ValueFacts:
+class _ValueFacts(NamedTuple):
     """The dependencies of a value."""
 
     stage: int = 0  # of the whole-matrix work that it depends on
@@ -91,8 +90,7 @@ class _ValueFacts:
     of_batch: bool = False  # an activation, or a sum of activations on its way to a device
 
 
-@dataclass(frozen=True)
-class _OperationFacts:
+class _OperationFacts(NamedTuple):
     """The stage and component of an operation."""
 
     stage: int
@@ -197,7 +195,7 @@ class _Finder:
         nodes = [self._block.nodes[k] for k in sorted(members)]
         results = dict.fromkeys(o for node in nodes for o in node.outs)
         operands = dict.fromkeys(i for node in nodes for i in node.ins)
-        ins = tuple(i for i in operands if i not in results and i not in self._block.known)
+        ins = tuple(i for i in operands if i not in results and i not in self._block.constants)
         return Component(nodes, ins, tuple(o for o in results if not self._is_for(o, members)), stage)
 
     def _is_for(self, i: int, members: set[int]) -> bool:

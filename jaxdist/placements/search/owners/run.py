@@ -35,10 +35,7 @@ def _owners(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy:
     first = node.works[0]
     if first.owner is None:  # a stack
         placed = first.placed
-
-        def run(device: DeviceContext, node: Node, xs: list[Any]) -> Sequence[Any]:
-            return device.inlined(placed, xs)
-
+        run = lambda device, node, xs: device.inlined(placed, xs)
         return Strategy(placed.in_forms, placed.out_placements, run, bodies=[placed])
     infer, avals = ctx.infer, ctx.block.avals
 
@@ -89,12 +86,12 @@ class _Run:
 
         def run_works(owner: int, arrived: Parcels) -> Parcels:
             """Run the work of an owner between the two exchanges; -1 owns nothing."""
-            values = dict(held)
+            whole_values = dict(held)
             for i, parts in there.opened(owner, arrived):
-                values[i] = joined(parts, self.arriving[i].dim, self.arriving[i].size)
+                whole_values[i] = joined(parts, self.arriving[i].dim, self.arriving[i].size)
             rows: dict[int, Any] = {}
             for work in self.works.get(owner, ()):
-                results = device.inlined(work.placed, [values[i] for i in work.component.ins])
+                results = device.inlined(work.placed, [whole_values[i] for i in work.component.ins])
                 for o, x in zip(work.component.outs, results, strict=True):
                     target = self.leaving[o]
                     whole = not isinstance(target, Split)
