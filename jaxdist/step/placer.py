@@ -209,7 +209,7 @@ def without_aliases(state: Sequence[Leaf]) -> list[Leaf]:
 def _typed_as(x: jax.Array | Padded, leaf: Leaf) -> jax.Array | Padded:
     """Return a leaf on the mesh with the type that it had before: on its way it was an array of NumPy."""
     if is_keys(leaf):
-        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(leaf))
+        return jax.random.wrap_key_data(physical(x), impl=jax.random.key_impl(leaf))
     if x.weak_type or not getattr(leaf, "weak_type", False):
         return x
     array = _weakly_typed(physical(x).sharding)(physical(x))
