@@ -193,7 +193,7 @@ def _check_last(args: Sequence[Any], kwargs: Mapping[str, Any], differentiated: 
             fix = (
                 f"batch_argnums={name}, {len(args) - 1} or ({name}, {len(args) - 1}) says so"
                 if name in others
-                else "pass it by position; batch_argnums= says which arguments are the batch"
+                else f"pass it by position if so; if not, batch_argnums={len(args) - 1} says so"
             )
             raise ValueError(
                 f"argument {name} has {size} entries along its first dimension, and the last one by position {last}: "
@@ -203,7 +203,7 @@ def _check_last(args: Sequence[Any], kwargs: Mapping[str, Any], differentiated: 
 
 def _length(arg: Any) -> int | None:
     """Return the length along the first dimension that all leaves of an argument have."""
-    lengths = {jnp.shape(x)[0] if jnp.ndim(x) else None for x in jax.tree.leaves(arg)}
+    lengths = {x.shape[0] for x in jax.tree.leaves(arg) if getattr(x, "shape", ())}  # a number is for all examples
     return lengths.pop() if len(lengths) == 1 else None
 
 

@@ -57,10 +57,14 @@ class Ledger:
         # other's messages.
         if (thread := threading.current_thread()) is self._thread:
             return
-        output, self.output, self._thread = self.output, None, thread
-        with contextlib.suppress(RuntimeError):  # it was donated to a later program, or its own program failed
-            if output is not None:
-                output.block_until_ready()
+        try:
+            with contextlib.suppress(RuntimeError):  # it was donated to a later program, or its own program failed
+                if self.output is not None:
+                    self.output.block_until_ready()
+        except BaseException:  # Ctrl-C
+            self._calling.release()
+            raise
+        self.output, self._thread = None, thread
 
     def __exit__(self, *_: object) -> None:
         """End a call; its program may still run."""

@@ -132,7 +132,7 @@ def save(path: str | os.PathLike[str], state: Any, step: int, *, wait: bool = Tr
         _at_exit(ctx)
         parts = {name: _part(ctx, x, copy=not wait) for name, x in leaves.items()}
     except Exception as error:  # the other ranks, which wait for this one from here on, are told
-        mistake = error
+        mistake = error.with_traceback(None)  # whose frames have copies of the state
     token, unchanged = tokens[0], f"checkpoint {final} was not written (earlier ones are unchanged)"
     # A new name, so leftovers of a killed job do not matter.
     temporary = final.with_name(f"{step}.{token}{directory.UNFINISHED}")

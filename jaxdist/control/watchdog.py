@@ -73,6 +73,7 @@ class Watchdog:
     def __init__(self, control: Control, timeout: float):
         self._control, self._timeout = control, timeout
         self._newest: ActiveCall | None = None
+        self._step: ActiveCall | None = None  # the newest of a step; an eager collective does not make up for its error
         self._questions = itertools.count()
         control.listen(_ASK, lambda rank, number: control.put(f"{_TELL} {number}", self._report(), to=rank))
         control.whereabouts = self.whereabouts
@@ -80,9 +81,10 @@ class Watchdog:
             threading.Thread(target=self._watch, name="jaxdist-watchdog", daemon=True).start()
 
     @contextlib.contextmanager
-    def call(self, what: str) -> Iterator[ActiveCall]:
-        """Enter a call for good, which is in the ledger; if it has no error, its `finish` is to be called."""
+    def call(self, what: str, is_step: bool = False) -> Iterator[ActiveCall]:
+        """Enter a call for good, after its entry in the ledger; if it has no error, its `finish` is to be called."""
         self._newest = active = ActiveCall(what, self._control.position())
+        self._step = active if is_step else self._step
         try:
             yield active
         except BaseException as error:
@@ -92,8 +94,13 @@ class Watchdog:
 
     @property
     def failed(self) -> bool:
-        """Return whether the newest call on this rank is known to have failed."""
-        return self._newest is not None and bool(self._newest.finished() and self._newest.error)
+        """Return whether the newest call, or the newest step, on this rank is known to have failed."""
+        return self._failure()[0] >= 0
+
+    def _failure(self) -> tuple[int, str]:
+        """Return where in the ledger the newest call or step has ended with an error, the later one, and with which."""
+        calls = [call for call in (self._newest, self._step) if call is not None and call.finished()]
+        return max(((call.position, call.error) for call in calls if call.error), default=(-1, ""))
 
     def whereabouts(self, ranks: Collection[int], position: int = 0) -> str | None:
         """Ask missing ranks where they are. `position`: the call of the ledger that they should have entered, or 0."""
@@ -133,6 +140,8 @@ class Watchdog:
 
     def _judge(self, call: ActiveCall, newest: ActiveCall) -> None:
         absent = self.whereabouts(self._control.others, call.position)
+        if absent is None and (step := self._step) is not None and not step.finished():  # with messages before its own
+            absent = self.whereabouts(self._control.others, step.position)
         where = f"{call.what}: rank {self._control.rank} has waited for {time.monotonic() - call.since:.0f} s"
         if call.finished() or newest.finished():  # while we asked
             return
@@ -163,9 +172,8 @@ class Watchdog:
 
     def _report(self) -> _Report:
         newest = self._newest
-        failed = (newest.position, newest.error) if newest is not None and newest.error else (-1, "")
         busy = newest is not None and newest.finished() is False
-        return _Report(self._control.position(), busy, failed, main_thread_line())
+        return _Report(self._control.position(), busy, self._failure(), main_thread_line())
 
 
 def _an_array(tree: Any) -> jax.Array | None:

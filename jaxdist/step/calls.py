@@ -176,7 +176,7 @@ class Calls:
         # rank that went on to the next call would add its rows to theirs of this one.
         self._ledger.enter(cached.entry)
         self._entered = name.number
-        with self.context.watchdog.call(str(name)) as active:
+        with self.context.watchdog.call(str(name), is_step=True) as active:
             state, batch = cached.arguments(leaves, self.placer)
             result, counts = program(state, batch)
         active.finish(result)

@@ -106,7 +106,7 @@ class CallComparison:
     def report(self, name: CallName, error: Exception, rows: Rows | None = None) -> None:
         """The other ranks learn of an error that came before the arguments could be compared.
 
-        Raises `OtherRows` if it may be due to rows that this rank assumed wrongly: `Calls.run` then tries again.
+        Raises `OtherRows` if it may be due to rows that this rank assumed wrongly: the caller then tries again.
         """
         if not self._several:
             return
@@ -120,6 +120,8 @@ class CallComparison:
         self, name: CallName, signature: Signature, data: Sequence[Leaf], how: Entries, program: Program, rows: Rows
     ) -> None:
         """Raise the same error on every rank unless all verify the same program in the same way."""
+        if not self._several:
+            return
         entries = self._entries(signature, data, list(map(self._placer.layout, data)))
         about = Description(f"verify step {name.step!r}", (*entries, *how))
         sharers = self._placer.device_map.sharers

@@ -31,9 +31,9 @@ _IN_THE_FIRST, _IN_EITHER = LINEAR | {"cumsum", "fft"}, ADDITION | CONTRACTION |
 def passes(block: Block, node: Node, i: int, ins: Sequence[Placement]) -> bool:
     """Check whether an operation may take a value as summands if that sends less: each result is a sum, too.
 
-    Other operands must be the same on all devices. Where they are infinite, neither the result nor the sum of results
-    is finite, but one may be NaN where the other is infinite. In 16 bits, summands could overflow where the sum does
-    not.
+    Other operands must be the same on all devices. Where they are infinite, or 0 below a gradient, neither the result
+    nor the sum of results is finite, but one may be NaN where the other is infinite. In 16 bits, summands could
+    overflow where the sum does not.
     """
     others = [p for o, p in zip(node.ins, ins, strict=True) if o != i]
     if len(node.outs) != 1 or len(others) + 1 < len(ins):
