@@ -13,7 +13,7 @@ COLUMNS = {
 }  # fmt: skip
 
 
-# The time of a step over that of its indispensable parts, which processors change little, and of torch.
+# The time of a step, divided by its indispensable parts (processors change this little), or by torch.
 RATIOS = {
     "`jax.jit` and a bare all-reduce": Comparison("jaxdist mpi 0", ("1 rank: jit", "raw allreduce")),
     "torch DDP": Comparison("jaxdist mpi 0", ("torch DDP",)),

@@ -35,7 +35,7 @@ def value_and_grad(
       has_aux: see `jax.value_and_grad`, as for `holomorphic` and `allow_int`.
       microbatches: the number k of equal parts; only one has its activations in memory at a time. In `aux`, leaves with
         one entry per example keep the batch's order, other integers are summed, and other floats are averaged.
-      batch_argnums: the positions of the batch. The default is the last argument, if no other has more entries.
+      batch_argnums: the positions of the batch. The default is the last argument, if no other has as many entries.
 
     Returns:
       A function with the arguments of `fun` that returns ``(loss, gradients)`` or ``((loss, aux), gradients)``.

@@ -131,7 +131,7 @@ def save(path: str | os.PathLike[str], state: Any, step: int, *, wait: bool = Tr
     try:
         _at_exit(ctx)
         parts = {name: _part(ctx, x, copy=not wait) for name, x in leaves.items()}
-    except Exception as error:  # the other ranks, which wait for this one from here on, are told
+    except Exception as error:  # told to the other ranks, which wait for this one from here on
         mistake = error.with_traceback(None)  # whose frames have copies of the state
     token, unchanged = tokens[0], f"checkpoint {final} was not written (earlier ones are unchanged)"
     # A new name, so leftovers of a killed job do not matter.

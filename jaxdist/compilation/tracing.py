@@ -163,7 +163,7 @@ def traced(
 def _sharing(
     closed: ClosedJaxpr, mesh: Mesh, machine: Machine, level: int | None, shared: int | None
 ) -> tuple[Infer, ShardDims, int, int]:
-    """Return inference over the last axis, how it shards, the devices that share a leaf, and the groups of so many."""
+    """Return inference over the last axis, its sharding, the number of devices that share a leaf, and of groups."""
     if shared is None:  # `zero(within=)`
         shared = group(closed, DeviceMap.of(mesh, machine.hosts).hosts_of_parts)
     parts = shared or data_size(mesh)

@@ -119,8 +119,8 @@ class Control(Process):
                 raise ControlError(f"rank {self.rank}: {self._lost}")
             if self._exchanges:
                 raise RuntimeError(
-                    f"rank {self.rank}: {tag} in a signal handler, in the middle of another call of jaxdist: let the "
-                    "handler set a flag, and look at it after the call, on every rank alike"
+                    f"rank {self.rank}: {tag} in a signal handler, during a call of jaxdist: let the handler set a "
+                    "flag, and check it after the call on every rank"
                 )
             self._exchanges = True
             try:

@@ -99,8 +99,8 @@ class Watchdog:
 
     def _failure(self) -> tuple[int, str]:
         """Return where in the ledger the newest call or step has ended with an error, the later one, and with which."""
-        calls = [call for call in (self._newest, self._step) if call is not None and call.finished()]
-        return max(((call.position, call.error) for call in calls if call.error), default=(-1, ""))
+        calls = {call for call in (self._newest, self._step) if call is not None}
+        return max(((call.position, call.error) for call in calls if call.finished() and call.error), default=(-1, ""))
 
     def whereabouts(self, ranks: Collection[int], position: int = 0) -> str | None:
         """Ask missing ranks where they are. `position`: the call of the ledger that they should have entered, or 0."""

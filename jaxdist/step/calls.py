@@ -216,16 +216,17 @@ class Calls:
 
     def verified(self, arguments: Arguments, points: int, strict: bool) -> Verified:
         """Compare the program for these arguments with the step. Every rank calls it."""
-        name, how = CallName(self._name, self._entered + 1), [("points", str(points)), ("strict", str(strict))]
+        name = CallName(self._name, self._entered + 1)
+        options = [("points", str(points)), ("strict", str(strict))]
         with self._ledger:
             try:
-                program, data = self._to_verify(name, arguments, how)
+                program, data = self._to_verify(name, arguments, options)
             except OtherRows as other:
-                program, data = self._to_verify(name, arguments, how, other.total)
+                program, data = self._to_verify(name, arguments, options, other.total)
             return verified_on_all(name.step, self.placer, program.placed, data, points, strict)
 
     def _to_verify(
-        self, name: CallName, arguments: Arguments, how: Entries, totals: Sequence[int | None] | None = None
+        self, name: CallName, arguments: Arguments, options: Entries, totals: Sequence[int | None] | None = None
     ) -> tuple[Program, list[Leaf]]:
         """Return the program to verify, on which all ranks agree, and its data."""
         rows = self._rows(arguments.leaves, totals)
@@ -235,7 +236,7 @@ class Calls:
         except Exception as error:
             self._comparison.report(name, error, rows)
             raise
-        self._comparison.of_verify(name, signature, data, how, program, rows)
+        self._comparison.of_verify(name, signature, data, options, program, rows)
         return program, data
 
     def _rows(self, leaves: Sequence[Leaf], totals: Sequence[int | None] | None = None) -> Rows:

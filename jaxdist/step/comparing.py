@@ -117,13 +117,19 @@ class CallComparison:
             agree(self._context, self._tag, about, text, None, (), rows, self._placer.device_map.sharers)
 
     def of_verify(
-        self, name: CallName, signature: Signature, data: Sequence[Leaf], how: Entries, program: Program, rows: Rows
+        self,
+        name: CallName,
+        signature: Signature,
+        data: Sequence[Leaf],
+        options: Entries,
+        program: Program,
+        rows: Rows,
     ) -> None:
         """Raise the same error on every rank unless all verify the same program in the same way."""
         if not self._several:
             return
         entries = self._entries(signature, data, list(map(self._placer.layout, data)))
-        about = Description(f"verify step {name.step!r}", (*entries, *how))
+        about = Description(f"verify step {name.step!r}", (*entries, *options))
         sharers = self._placer.device_map.sharers
         agree(self._context, self._tag, about, about.call, program.traced, (), rows, sharers)
 

@@ -33,14 +33,14 @@ def verified_on_all(
         return sorted({k for of_rank in told for k in of_rank})
 
     with context.watchdog.call(call) as active:
-        mine = _exact(placer, placed, data)  # gathers shards: a rank that fails here leaves the call, and is named
-        _, told = on_every_rank(context, call, lambda: Part(None, told=mine))
+        exact = _exact(placer, placed, data)  # gathers shards: a rank that fails here leaves the call, and is named
+        _, told = on_every_rank(context, call, lambda: Part(None, told=exact))
         whole = _joined(placed, told, placer)
         for k, aval in enumerate(placed.avals):
             whole[k] = jax.random.wrap_key_data(whole[k], impl=_implementation(aval)) if is_keys(aval) else whole[k]
-        found = verified(placed, whole, points, strict, on_all)
+        result = verified(placed, whole, points, strict, on_all)
     active.finish(None)
-    return found
+    return result
 
 
 def require_equal(name: str, placer: Placer, placed: PlacedStep, data: Sequence[Leaf]) -> None:

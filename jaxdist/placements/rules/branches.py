@@ -15,7 +15,7 @@ from jaxdist.placements.rules.summands import is_zero
 
 
 class _Branches(NamedTuple):
-    """Placed bodies, one of which runs."""
+    """The placed bodies of a branch: one of them runs."""
 
     in_placements: Sequence[Placement]
     out_placements: Sequence[Placement]  # those that all of them return
@@ -43,7 +43,7 @@ def _checkpoint(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strat
 
 
 def _branches(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> _Branches:
-    """Place bodies that take the same operands, so that their results are placed alike."""
+    """Place bodies that take the same operands so that their results have the same placements."""
     infer, may_stay_partial = ctx.infer, ctx.added_up(node)
     in_placements: Sequence[Placement] = [p if isinstance(p, Partial) else throughout(p) for p in ins]
     blocks = [infer.block(body.closed, node.backward) for body in bodies(node.eqn)]

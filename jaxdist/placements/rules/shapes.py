@@ -134,8 +134,7 @@ def _reverse(ctx: RuleContext, node: Node, ins: Sequence[Placement]) -> Strategy
         return None
     ends = [(i, ctx.n - 1 - i) for i in range(ctx.n)]
     run = lambda device, node, xs: [lax.ppermute(device.bind(node, xs)[0], device.axis, ends)]
-    result = replace(p, requested=False, whole=False)
-    return Strategy([form(p)], [result], run, sends=[Sends("permute", nbytes(aval), of_state=p.of_state)])
+    return Strategy([form(p)], [p.alone()], run, sends=[Sends("permute", nbytes(aval), of_state=p.of_state)])
 
 
 @special("jaxdist_all_gather")
