@@ -4,13 +4,13 @@ import functools
 import sysconfig
 from pathlib import Path
 
-_OURS = f"{Path(__file__).resolve().parent}/"
+OURS = f"{Path(__file__).resolve().parent}/"
 _PYTHON = f"{sysconfig.get_path('stdlib')}/"
 
 
 def is_ours(file: str) -> bool:
     """Check whether a file is one of this library."""
-    return file.startswith(_OURS)
+    return file.startswith(OURS)
 
 
 @functools.lru_cache(maxsize=4096)

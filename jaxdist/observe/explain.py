@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxdist.compilation.placed import PlacedStep
 from jaxdist.placements.report import Row, rows, text
+from jaxdist.sources import OURS
 from jaxdist.step.data_parallel import data_parallel
 from jaxdist.step.decorated import DataParallel
 
@@ -26,7 +27,7 @@ class Explanation:
         """The program of one device as a jaxpr, with your lines, after the arguments and how each lies on the mesh."""
         names, types = self._placed.signature.names, self._placed.physical_types
         text = self._placed.emitted.program.jaxpr.pretty_print(source_info=True)
-        text = re.sub(r" *# *(\S*/jaxdist/.*)?$", "", text, flags=re.MULTILINE)  # lines of ours
+        text = re.sub(rf" *# *({re.escape(OURS)}.*)?$", "", text, flags=re.MULTILINE)  # lines of ours
         arguments = re.search(r"^{ lambda [^;]*;(.*?)\. let", text, re.MULTILINE | re.DOTALL)
         variables = re.findall(r"(\w+):", arguments[1] if arguments else "")
         triples = zip(variables, names, types, strict=True)
